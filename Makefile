@@ -1,0 +1,80 @@
+# Every target sets up what it needs: `make demo` is enough on a fresh machine with
+# python3 (3.11 or later) and make.
+
+PYTHON ?= python3
+# The class that `make conformance` puts in the place of torch's.
+DDP ?= gradsync:DistributedDataParallel
+# How many conformance tests run side by side.
+JOBS ?= 2
+# More arguments for pytest, as in: make unit ARGS='-k bucket -x'
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# One thread a rank: ranks share the cores, and torchrun has nothing to warn about.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test lint format types imports unit slow conformance \
+	conformance-update bench-step clean distclean
+
+help: ## Show this list
+	@echo "Usage: make TARGET"
+	@echo
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
+
+setup: $(READY) ## Create .venv and install gradsync into it, once
+
+$(READY): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "Installing gradsync and its tools into $(VENV) (torch is large: this can take minutes)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[dev,demo,testing,bench]'
+	@touch $@
+
+demo: $(READY) ## Train on handwritten digits with two processes and check the result
+	@$(BIN)/torchrun --standalone --nproc-per-node 2 examples/digits.py
+
+test: lint types imports unit conformance ## Everything that has to pass before a change lands
+	@echo "make test: all passed"
+
+lint: $(READY) ## Style: ruff check and ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+format: $(READY) ## Let ruff fix what it can
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+types: $(READY) ## Types: mypy --strict on src
+	$(BIN)/mypy --strict src
+
+imports: $(READY) ## Direction of imports: import-linter
+	$(BIN)/lint-imports
+
+unit: $(READY) ## Our tests, without the slow ones (ARGS='-k name' narrows)
+	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+
+slow: $(READY) ## Our slow tests
+	$(BIN)/python -m pytest -m slow $(ARGS) || { code=$$?; \
+		test $$code -eq 5 && echo "make slow: there are no slow tests" || exit $$code; }
+
+conformance: $(READY) ## PyTorch's own DDP tests on our class, judged by expected.json
+	$(BIN)/python tests/conformance/check.py --ddp $(DDP) --jobs $(JOBS)
+
+conformance-update: $(READY) ## The same, then write what passes to expected.json
+	$(BIN)/python tests/conformance/check.py --ddp $(DDP) --jobs $(JOBS) --update
+
+bench-step: $(READY) ## Race one training step: torch's DDP, ours, no DDP
+	$(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/step_race.py $(ARGS)
+
+clean: ## Remove caches and build output
+	rm -rf build dist src/*.egg-info .work .pytest_cache .ruff_cache .mypy_cache \
+		.hypothesis .import_linter_cache
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+distclean: clean ## The same, and .venv too
+	rm -rf $(VENV)
