@@ -62,8 +62,9 @@ slow: $(READY) ## Our slow tests
 	$(BIN)/python -m pytest -m slow $(ARGS) || { code=$$?; \
 		test $$code -eq 5 && echo "make slow: there are no slow tests" || exit $$code; }
 
-conformance: $(READY) ## PyTorch's own DDP tests on our class, judged by expected.json
-	$(BIN)/python tests/conformance/check.py --ddp $(DDP) --jobs $(JOBS)
+conformance: $(READY) ## PyTorch's own DDP tests on our class (DDP=module:Class for another)
+	@rm -rf .work/conformance
+	$(BIN)/python tests/conformance/check.py --ddp $(DDP) --jobs $(JOBS) --logs .work/conformance $(ARGS)
 
 conformance-update: $(READY) ## The same, then write what passes to expected.json
 	$(BIN)/python tests/conformance/check.py --ddp $(DDP) --jobs $(JOBS) --update
