@@ -1,0 +1,75 @@
+"""Who races: how each contender wraps a model, and the one training step that all of them run."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from race.workloads import LEARNING_RATE, Batch, Workload
+
+TUNED = {"gradient_as_bucket_view": True, "static_graph": True, "batched_grad_copy": True}
+VIEWS = {"gradient_as_bucket_view": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    name: str
+    module: str | None = None  # where its DistributedDataParallel lives; None: no DDP
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        if self.module is None:
+            return model
+        ddp = importlib.import_module(self.module).DistributedDataParallel
+        wrapped: nn.Module = ddp(model, **self.options)
+        return wrapped
+
+    def why_absent(self) -> str | None:
+        """Why it cannot race here, or None when it can."""
+        if self.module is None:
+            return None
+        try:
+            importlib.import_module(self.module).DistributedDataParallel  # noqa: B018
+        except (ImportError, AttributeError) as error:
+            return f"{self.name} does not race: {error}"
+        return None
+
+
+CONTENDERS: dict[str, Contender] = {
+    contender.name: contender
+    for contender in (
+        Contender(name="local"),
+        Contender(name="torch", module="torch.nn.parallel"),
+        Contender(name="torch-tuned", module="torch.nn.parallel", options=TUNED),
+        Contender(name="gradsync", module="gradsync"),
+        Contender(name="gradsync-tuned", module="gradsync", options=TUNED),
+        Contender(name="torch-views", module="torch.nn.parallel", options=VIEWS),
+        Contender(name="gradsync-views", module="gradsync", options=VIEWS),
+    )
+}
+RACERS = ("local", "torch", "torch-tuned", "gradsync", "gradsync-tuned")
+MEMORY_RACERS = ("local", "torch-views", "gradsync-views")
+
+
+class Training:
+    """One contender's own model, optimizer and place in the cycle of batches."""
+
+    def __init__(self, contender: Contender, workload: Workload, batches: list[Batch]) -> None:
+        self.contender = contender
+        self.model = contender.wrap(workload.model())
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
+        self._next_batch: Callable[[], Batch] = itertools.cycle(batches).__next__
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            inputs, targets = self._next_batch()
+            self.optimizer.zero_grad(set_to_none=True)
+            F.cross_entropy(self.model(inputs), targets).backward()
+            self.optimizer.step()
