@@ -1,0 +1,44 @@
+"""gradsync: data-parallel training for PyTorch.
+
+    from gradsync import DistributedDataParallel as DDP
+
+is the one line to change in a program that uses ``torch.nn.parallel.DistributedDataParallel``.
+"""
+
+from gradsync.ddp.wrapper import DistributedDataParallel
+from gradsync.errors import (
+    ArgumentError,
+    CollectiveError,
+    FaultError,
+    GradsyncError,
+    GraphChangedError,
+    ModelMismatchError,
+    PeerStepError,
+    ReadyTwiceError,
+    StateError,
+    UnusedParametersError,
+    UsageError,
+)
+from gradsync.patch import patch_torch, unpatch_torch
+
+DDP = DistributedDataParallel
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DDP",
+    "ArgumentError",
+    "CollectiveError",
+    "DistributedDataParallel",
+    "FaultError",
+    "GradsyncError",
+    "GraphChangedError",
+    "ModelMismatchError",
+    "PeerStepError",
+    "ReadyTwiceError",
+    "StateError",
+    "UnusedParametersError",
+    "UsageError",
+    "patch_torch",
+    "unpatch_torch",
+]

@@ -1,0 +1,1 @@
+"""Data-parallel training: the wrapper, its reducer, and their parts."""

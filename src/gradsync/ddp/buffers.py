@@ -1,0 +1,41 @@
+"""Module buffers: which there are, and making them those of one rank."""
+
+from collections.abc import Callable, Collection
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradsync.ddp.collectives import broadcast_coalesced
+
+
+def named_buffers(module: nn.Module, ignored: Collection[str]) -> dict[str, Tensor]:
+    """The buffers of ``module`` that DDP looks after, by name."""
+    return {name: b for name, b in module.named_buffers() if name not in ignored}
+
+
+def list_buffers(module: nn.Module, ignored: Collection[str]) -> list[Tensor]:
+    """The same without the names, much faster: programs may replace buffers at any time, so
+    they are listed anew before each forward."""
+    if ignored:
+        return list(named_buffers(module, ignored).values())
+    return list(
+        dict.fromkeys(
+            buffer
+            for submodule in module.modules()
+            for buffer in submodule._buffers.values()
+            if buffer is not None
+        )
+    )
+
+
+def sync_buffers(
+    group: dist.ProcessGroup, buffers: list[Tensor], source: int, describe: Callable[[], str]
+) -> None:
+    """Overwrite ``buffers`` with those of rank ``source``.
+
+    Autograd is not told: a graph of an earlier forward that has saved a buffer stays usable,
+    so that two forwards may come before one backward.
+    """
+    with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+        broadcast_coalesced(group, buffers, source, describe)

@@ -1,0 +1,143 @@
+"""The few collectives that DDP issues, straight on torch's ``ProcessGroup``.
+
+The calls go to the group's own methods and not through ``torch.distributed``'s functions:
+those cost several times more per call, and a group need not be registered with them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+
+from gradsync.errors import CollectiveError
+
+Work = Any  # dist.Work, or what a custom group returns in its place
+
+
+def all_reduce(group: dist.ProcessGroup, tensor: Tensor) -> Work:
+    """Start summing ``tensor`` in place over the ranks of ``group``."""
+    options = dist.AllreduceOptions()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return group.allreduce([tensor], options)
+
+
+def broadcast(group: dist.ProcessGroup, tensor: Tensor, source: int) -> Work:
+    """Start overwriting ``tensor`` with that of rank ``source`` of ``group``."""
+    options = dist.BroadcastOptions()
+    options.rootRank = source
+    options.rootTensor = 0
+    return group.broadcast([tensor], options)
+
+
+def all_gather(group: dist.ProcessGroup, tensor: Tensor) -> tuple[list[Tensor], Work]:
+    """Start collecting ``tensor`` from every rank; the list is filled when the work is done."""
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    return parts, group.allgather([parts], [tensor], AllgatherOptions())
+
+
+def is_foreign(group: dist.ProcessGroup) -> bool:
+    """Is the group a Python subclass, which may do more than its size suggests?
+
+    Such a group sees every collective, also at world size 1. Of its works we ask for the
+    future, as torch's DDP does: it is what their authors had to provide.
+    """
+    return type(group).__module__ != dist.ProcessGroup.__module__
+
+
+def wait(work: Work, group: dist.ProcessGroup, describe: Callable[[], str]) -> None:
+    """Wait until ``work`` is done; a failure is raised with what was waited for."""
+    try:
+        if is_foreign(group):
+            work.get_future().wait()
+        else:
+            work.wait()
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"rank {group.rank()} of {group.size()}: {describe()} failed: {error}\n"
+            "Another rank failed, was killed, or is not at the same point of the program; its "
+            "own output says why."
+        ) from error
+
+
+def broadcast_coalesced(
+    group: dist.ProcessGroup,
+    tensors: Sequence[Tensor],
+    source: int,
+    describe: Callable[[], str],
+    chunk_bytes: int = 250 * 1024 * 1024,
+) -> None:
+    """Overwrite ``tensors``, of any dtypes, with those of rank ``source``.
+
+    Small tensors travel together as bytes, one collective for each device and chunk; a tensor
+    larger than a chunk goes alone and is not copied if it is contiguous.
+    """
+    with torch.no_grad():
+        pending = [_Parcel(part) for part in _split(tensors, chunk_bytes)]
+        for parcel in pending:
+            parcel.start(group, source)
+        for parcel in pending:
+            wait(parcel.work, group, describe)
+            parcel.unpack()
+
+
+class _Parcel:
+    """Tensors of one device, broadcast by one collective."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+        self.work: Work = None
+        self._payload = tensors[0].detach()
+        self._views: list[Tensor] = []
+        self._received = False
+
+    def start(self, group: dist.ProcessGroup, source: int) -> None:
+        self._received = group.rank() != source
+        if len(self.tensors) > 1 or not self._payload.is_contiguous():
+            self._payload, self._views = _byte_views(self.tensors)
+            if not self._received:
+                torch._foreach_copy_(self._views, self.tensors)
+        payload = self._payload
+        if payload.is_complex():
+            payload = torch.view_as_real(payload)
+        self.work = broadcast(group, payload, source)
+
+    def unpack(self) -> None:
+        if self._received and self._views:
+            torch._foreach_copy_(self.tensors, self._views)
+
+
+def _split(tensors: Sequence[Tensor], chunk_bytes: int) -> list[list[Tensor]]:
+    parts: list[list[Tensor]] = []
+    filling: dict[torch.device, tuple[list[Tensor], int]] = {}
+    for tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes == 0:
+            continue
+        if nbytes >= chunk_bytes:
+            parts.append([tensor.detach()])
+            continue
+        part, size = filling.get(tensor.device, ([], 0))
+        if part and size + nbytes > chunk_bytes:
+            parts.append(part)
+            part, size = [], 0
+        part.append(tensor.detach())
+        filling[tensor.device] = (part, size + nbytes)
+    return parts + [part for part, _ in filling.values()]
+
+
+def _byte_views(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """A flat byte tensor, and a view into it for each tensor, aligned for any dtype."""
+    offsets, end = [], 0
+    for tensor in tensors:
+        offsets.append(end)
+        end += -(-tensor.numel() * tensor.element_size() // 16) * 16
+    payload = torch.empty(end, dtype=torch.uint8, device=tensors[0].device)
+    views = []
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        nbytes = tensor.numel() * tensor.element_size()
+        views.append(payload[offset : offset + nbytes].view(tensor.dtype).view(tensor.shape))
+    return payload, views

@@ -1,0 +1,70 @@
+"""What torch's DDP tells about itself in ``_get_ddp_logging_data``, under the same names."""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from gradsync.ddp.wrapper import DistributedDataParallel
+
+_DTYPE_NAMES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+}
+
+
+def logging_data(ddp: "DistributedDataParallel") -> dict[str, Any]:
+    reducer = ddp.reducer
+    params = [slot.param for slot in reducer.slots]
+    sizes = ", ".join(str(bucket.nbytes) for bucket in reducer.buckets if bucket.slots)
+    data: dict[str, Any] = {
+        "world_size": reducer.world,
+        "rank": reducer.rank,
+        "iteration": reducer.step,
+        "module_name": type(ddp.module).__name__,
+        "device_ids": ", ".join(map(str, ddp.device_ids or ())),
+        "output_device": -1 if ddp.output_device is None else ddp.output_device,
+        "broadcast_buffers": int(ddp.forward_sync_buffers),
+        "bucket_cap_bytes": ddp.bucket_bytes_cap,
+        "find_unused_parameters": int(ddp.find_unused_parameters),
+        "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
+        "static_graph": int(ddp.static_graph),
+        "backend_name": _backend_name(ddp),
+        "dtypes": ", ".join(sorted({_DTYPE_NAMES.get(p.dtype, str(p.dtype)) for p in params})),
+        "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in params),
+        "num_parameter_tensors": len(params),
+        "bucket_sizes": sizes,
+        "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in ddp.module.modules())),
+        "has_rebuilt_buckets": int(reducer.has_rebuilt),
+        "num_buckets_reduced": reducer.buckets_reduced,
+        "can_set_static_graph": reducer.graph_is_static and reducer.step > 0,
+        "has_error": int(reducer.last_error is not None),
+        **{
+            name.lower(): os.environ.get(name, "N/A")
+            for name in (
+                "MASTER_PORT",
+                "MASTER_ADDR",
+                "CUDA_VISIBLE_DEVICES",
+                "TORCH_DISTRIBUTED_DEBUG",
+            )
+        },
+    }
+    if reducer.has_rebuilt:
+        data["rebuilt_bucket_sizes"] = sizes
+        data["rebuilt_per_bucket_param_indices"] = ", ".join(
+            " ".join(str(slot.index) for slot in bucket.slots)
+            for bucket in reducer.buckets
+            if bucket.slots
+        )
+    if reducer.last_error is not None:
+        data["error"] = reducer.last_error
+    return data
+
+
+def _backend_name(ddp: "DistributedDataParallel") -> str:
+    name: str = ddp.process_group.name()
+    return name.lower().removeprefix("processgroup")

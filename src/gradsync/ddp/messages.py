@@ -1,0 +1,119 @@
+"""The longer error messages of the reducer.
+
+Where programs and tests match on a sentence of torch's, that sentence stands; ours follow it.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+
+from gradsync.ddp.bucket import Slot
+from gradsync.errors import GraphChangedError, UnusedParametersError
+
+STATIC_GRAPH_TOO_LATE = (
+    "_set_static_graph() should be called before training loop starts and after "
+    "DistributedDataParallel is constructed; here a backward has already been reduced. Pass "
+    "static_graph=True to the constructor."
+)
+
+NOT_FINALIZED = (
+    "Expected to have finished reduction in the prior iteration before starting a new one: the "
+    "last backward raised, or is still running."
+)
+
+FORWARD_IN_BACKWARD = (
+    "a forward of this module began while a backward of it was still running in another "
+    "thread. Forward and backward of one DistributedDataParallel must take turns; wrap a second "
+    "module for a second thread."
+)
+
+
+def unused_parameters(
+    rank: int, step: int, unused: Mapping[Slot, Sequence[int]]
+) -> UnusedParametersError:
+    """``unused`` holds, for each parameter that some rank left out, those ranks."""
+    lines = [
+        "Expected to have finished reduction in the prior iteration before starting a new one: "
+        f"in step {step} some parameters received no gradient."
+    ]
+    ranks = sorted({r for among in unused.values() for r in among}, key=lambda r: (r != rank, r))
+    for r in ranks[:8]:
+        slots = [slot for slot, among in unused.items() if r in among]
+        lines += _not_received(r, slots)
+    if len(ranks) > 8:
+        lines.append(f"({len(ranks) - 8} more ranks left parameters out)")
+    lines.append(
+        "Make sure that all `forward` function outputs participate in calculating loss on every "
+        "rank. If these parameters are meant to go unused in some steps, allow it by passing the "
+        "keyword argument `find_unused_parameters=True` to DistributedDataParallel."
+    )
+    if dist.get_debug_level() == dist.DebugLevel.OFF:
+        lines.append(
+            "To have torch check collectives as well, set the environment variable "
+            "TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL."
+        )
+    return UnusedParametersError("\n".join(lines))
+
+
+def graph_changed(rank: int, lacking: Sequence[Slot]) -> GraphChangedError:
+    """Parameters that had gradients in the first step have none, or fewer, now."""
+    lines = [
+        "Expected to have finished reduction in the prior iteration before starting a new one. "
+        "This error indicates that your training graph has changed in this iteration, e.g., one "
+        "parameter is used in first iteration, but then got unused in the second iteration. this "
+        "is not compatible with static_graph set to True.",
+        *_not_received(rank, lacking),
+        "Leave static_graph=True out, or make every step use the same parameters.",
+    ]
+    return GraphChangedError("\n".join(lines))
+
+
+def newly_used(rank: int, slot: Slot) -> str:
+    """A parameter has more gradients than in the first step."""
+    return (
+        "Your training graph has changed in this iteration, e.g., one parameter is unused in "
+        "first iteration, but then got used in the second iteration. this is not compatible with "
+        f"static_graph set to True.\nOn rank {rank}, parameter {slot.name} (index {slot.index}) "
+        f"got {slot.fires} gradient(s), in the first step {slot.due}. Leave static_graph=True "
+        "out, or make every step use the same parameters the same number of times."
+    )
+
+
+def ready_twice(rank: int, slot: Slot) -> str:
+    return (
+        "Expected to mark a variable ready only once. On rank "
+        f"{rank}, parameter {slot.name} (index {slot.index}) got its gradient twice in one "
+        "backward pass. Either a reentrant checkpoint runs over it more than once (use "
+        "use_reentrant=False, or pass static_graph=True if every step has the same graph), or it "
+        "is used by another backward that runs inside this one."
+    )
+
+
+def abandoned(rank: int, step: int, gone: Sequence[int]) -> str:
+    return (
+        f"rank {rank}, step {step}: the backward of {_ranks(gone)} raised an exception, so the "
+        "gradients of this step are incomplete on every rank. What that rank printed says why. To "
+        "go on, drop this step on all ranks: zero_grad(), no optimizer step."
+    )
+
+
+def out_of_step(rank: int, step: int, failed: Sequence[int]) -> str:
+    return (
+        f"rank {rank}, step {step}: a forward of {_ranks(failed)} raised an exception and was not "
+        "repeated by the other ranks: the ranks have reduced gradients of different batches. To "
+        "go on, drop this step on all ranks: zero_grad(), no optimizer step; and skip a bad batch "
+        "on all ranks together."
+    )
+
+
+def _not_received(rank: int, slots: Sequence[Slot]) -> list[str]:
+    indices = " ".join(str(slot.index) for slot in slots)
+    names = ", ".join(slot.name for slot in slots)
+    return [
+        f"Parameter indices which did not receive grad for rank {rank}: {indices}",
+        f"Parameters which did not receive grad for rank {rank}: {names}",
+    ]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

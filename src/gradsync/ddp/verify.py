@@ -1,0 +1,92 @@
+"""Cross-rank checks at construction: do all ranks hold the same model?
+
+One small collective decides it: an all-gather of a digest. Only if the digests differ do the
+ranks exchange what they hold, so that every one of them can name the difference.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradsync.ddp.bucket import Slot
+from gradsync.ddp.collectives import all_gather, wait
+from gradsync.errors import ModelMismatchError
+
+
+def verify_same_model(
+    group: dist.ProcessGroup, slots: Sequence[Slot], settings: dict[str, object]
+) -> None:
+    """Raise ``ModelMismatchError`` on every rank of ``group`` if any two ranks differ.
+
+    ``settings`` are constructor arguments that have to agree as well.
+    """
+    text = json.dumps([[_facts(slot) for slot in slots], settings], sort_keys=True).encode()
+    device = slots[0].param.device
+    mine = [len(text), *_digest(text)]
+    encoded = torch.tensor(mine, dtype=torch.int64, device=device)
+    digests = _exchange(group, encoded, "the comparison of models at construction")
+    lengths = [int(digest[0]) for digest in digests]
+    if all(digest.tolist() == mine for digest in digests):
+        return
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    texts = _exchange(group, padded, "the exchange of differing models at construction")
+    held = [json.loads(bytes(t[:n].tolist())) for t, n in zip(texts, lengths, strict=True)]
+    raise ModelMismatchError(_difference(group.rank(), held))
+
+
+def _facts(slot: Slot) -> dict[str, object]:
+    return {
+        "name": slot.name,
+        "shape": list(slot.param.shape),
+        "dtype": str(slot.param.dtype).removeprefix("torch."),
+        "stride": list(slot.param.stride()),
+        "sparse": slot.sparse,
+    }
+
+
+def _digest(text: bytes) -> list[int]:
+    digest = hashlib.sha256(text).digest()
+    return [int.from_bytes(digest[i : i + 8], "little", signed=True) for i in range(0, 32, 8)]
+
+
+def _exchange(group: dist.ProcessGroup, tensor: Tensor, what: str) -> list[Tensor]:
+    parts, work = all_gather(group, tensor)
+    wait(work, group, lambda: what)
+    return [part.cpu() for part in parts]
+
+
+def _difference(
+    rank: int, held: Sequence[tuple[list[dict[str, object]], dict[str, object]]]
+) -> str:
+    """The first difference between rank 0 and the first rank that differs from it."""
+    other = next(r for r, each in enumerate(held) if each != held[0])
+    (ours, our_settings), (theirs, their_settings) = held[0], held[other]
+    head = f"rank {rank}: DistributedDataParallel expects the same model on every rank, but "
+    for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        if a != b:
+            return head + (
+                f"parameter {index} differs between rank 0 and rank {other}: rank 0 has "
+                f"{_show(a)}; rank {other} has {_show(b)}."
+            )
+    if len(ours) != len(theirs):
+        longer, more = (0, ours) if len(ours) > len(theirs) else (other, theirs)
+        extra = more[min(len(ours), len(theirs))]
+        return head + (
+            f"rank 0 has {len(ours)} parameters and rank {other} has {len(theirs)}: the first "
+            f"that only rank {longer} has is {_show(extra)}."
+        )
+    name = next(key for key in our_settings if our_settings[key] != their_settings.get(key))
+    return head.replace("model", "arguments") + (
+        f"{name} is {our_settings[name]!r} on rank 0 and {their_settings.get(name)!r} on rank "
+        f"{other}."
+    )
+
+
+def _show(fact: dict[str, object]) -> str:
+    notes = f", strides {fact['stride']}" + (", sparse gradient" if fact["sparse"] else "")
+    return f"{fact['name']} of shape {fact['shape']}, {fact['dtype']}{notes}"

@@ -1,0 +1,510 @@
+"""``DistributedDataParallel``: the module that users wrap theirs in.
+
+The wrapper owns what belongs to a call of the module: arguments, buffers, moving inputs, whether
+this forward asks for a reduction. Gradients are the reducer's.
+"""
+
+import copy
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.profiler import record_function
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_group, _rank_not_in_group
+from torch.distributed.utils import _to_kwargs
+from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
+from torch.nn.parameter import Parameter
+
+from gradsync.ddp import arguments
+from gradsync.ddp.autograd import in_backward
+from gradsync.ddp.buffers import list_buffers, named_buffers, sync_buffers
+from gradsync.ddp.collectives import broadcast_coalesced
+from gradsync.ddp.logging_data import logging_data
+from gradsync.ddp.plan import BucketCaps, bucket_caps
+from gradsync.ddp.reducer import Phase, Reducer, ReducerOptions
+from gradsync.ddp.verify import verify_same_model
+from gradsync.errors import ArgumentError, StateError
+
+
+class DistributedDataParallel(nn.Module):
+    """Replicates a module over processes and averages the gradients while backward runs.
+
+    It takes the place of ``torch.nn.parallel.DistributedDataParallel``: the same arguments, the
+    same numbers. Construction makes all replicas equal to rank 0's, each backward leaves the
+    average of all ranks' gradients in ``.grad``. Like torch's, the constructor, a forward that
+    is followed by a backward, and that backward are collective: every rank must make them.
+
+    Args:
+        module: the module to wrap; all its parameters must exist by now.
+        device_ids: the one device of a single-device GPU module, or None (also for CPU).
+        output_device: where outputs of a single-device GPU module go; default ``device_ids[0]``.
+        dim: the batch dimension for ``scatter`` and ``gather``.
+        broadcast_buffers: deprecated, use ``forward_sync_buffers``; False also leaves buffers
+            alone at construction.
+        init_sync: verify that all ranks hold the same model, and make the replicas equal.
+            Without it both are the program's duty.
+        process_group: the ranks to average over; default all.
+        bucket_cap_mb: gradients are reduced in buckets of about this many MiB; default 25, with
+            a first bucket of 1.
+        find_unused_parameters: allow parameters that get no gradient in a step. They keep
+            their ``.grad`` if no rank used them and get the average if some rank did.
+        check_reduction: deprecated, does nothing.
+        gradient_as_bucket_view: let ``.grad`` be views into the buckets, which saves a copy and
+            the memory of one set of gradients.
+        static_graph: the promise that every step uses the same parameters in the same way. It
+            allows reentrant checkpoints over a parameter more than once, and unused parameters.
+        delay_all_reduce_named_params: not there yet.
+        param_to_hook_all_reduce: not there yet.
+        mixed_precision: not there yet.
+        device_mesh: a 1-D mesh in place of ``process_group``; may be sliced from a larger one.
+        skip_all_reduce_unused_params: do not reduce buckets whose parameters all go unused;
+            they have to be the same on all ranks in all steps.
+        bucket_cap_mb_list: caps in MiB for the first, second, … bucket; the last one holds for
+            the rest.
+        batched_grad_copy: accepted for torch's sake; gradients are always copied in batches.
+        forward_sync_buffers: before each training forward, set the buffers to rank 0's;
+            default True.
+
+    Example:
+        >>> import torch, gradsync
+        >>> ddp = gradsync.DistributedDataParallel(torch.nn.Linear(4, 2))
+        >>> ddp(torch.randn(8, 4)).sum().backward()
+        >>> ddp.module.bias.grad
+        tensor([8., 8.])
+    """
+
+    _active_ddp_module: ClassVar["DistributedDataParallel | None"] = None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, Parameter]] | None = None,
+        param_to_hook_all_reduce: Parameter | None = None,
+        mixed_precision: object | None = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        super().__init__()
+        arguments.check_supported(
+            delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision
+        )
+        arguments.warn_of_deprecated(broadcast_buffers, forward_sync_buffers, check_reduction)
+        if not isinstance(module, nn.Module):
+            raise ArgumentError(f"module must be a torch.nn.Module, got {type(module).__name__}.")
+        self.process_group = arguments.resolve_group(module, process_group, device_mesh)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        self.parameters_to_ignore: set[str] = set(
+            getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        )
+        self.module = module
+        self.dim = dim
+        named = self._managed_parameters()
+        arguments.check_parameters(named)
+        devices = arguments.resolve_devices(named, device_ids, output_device)
+        self.device = devices.device
+        self.device_type = devices.device.type
+        self.is_multi_device_module = devices.is_multi_device
+        self.device_ids = devices.device_ids
+        self.output_device = devices.output_device
+
+        if forward_sync_buffers is None:
+            self.forward_sync_buffers = init_sync_buffers = broadcast_buffers is not False
+        else:
+            self.forward_sync_buffers, init_sync_buffers = bool(forward_sync_buffers), True
+        self.find_unused_parameters = bool(find_unused_parameters)
+        self.gradient_as_bucket_view = bool(gradient_as_bucket_view)
+        self.skip_all_reduce_unused_params = bool(skip_all_reduce_unused_params)
+        self.batched_grad_copy = bool(batched_grad_copy)
+        self.static_graph = bool(static_graph)
+        self.mixed_precision = mixed_precision
+        self._caps = (bucket_cap_mb, tuple(bucket_cap_mb_list or ()))
+        self.broadcast_bucket_size = 250 * 1024 * 1024
+        self.use_side_stream_for_tensor_copies = True
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self.logger = None
+        self._ddp_sink_clone = True
+        if self.static_graph and self.find_unused_parameters:
+            arguments.warn_of_static_and_unused()
+
+        self._build_reducer(verify=init_sync)
+        if init_sync:
+            self._sync_module_states(0, with_buffers=init_sync_buffers)
+
+    # ---------------------------------------------------------------- construction
+
+    def _build_reducer(self, *, verify: bool) -> None:
+        parameters, sparse = self._build_params_for_reducer()
+        names = self._build_debug_param_to_name_mapping(parameters)
+        options = ReducerOptions(
+            caps=partial(_caps, *self._caps),
+            find_unused=self.find_unused_parameters,
+            as_views=self.gradient_as_bucket_view,
+            skip_unused=self.skip_all_reduce_unused_params,
+        )
+        options.caps(True)  # bad sizes are noticed before any collective
+        self.reducer = Reducer(
+            [(names[index], param) for index, param in enumerate(parameters)],
+            sparse,
+            self.process_group,
+            options,
+            static_graph=self.static_graph,
+        )
+        # The hooks on the parameters must not outlive the wrapper: the module may.
+        self._unhook = weakref.finalize(self, self.reducer.remove_hooks)
+        self._frozen = [p for _, p in self._managed_parameters() if not p.requires_grad]
+        if verify:
+            verify_same_model(
+                self.process_group,
+                self.reducer.slots,
+                {
+                    "bucket_cap_mb": self._caps[0],
+                    "bucket_cap_mb_list": list(self._caps[1]),
+                    "find_unused_parameters": self.find_unused_parameters,
+                    "static_graph": self.static_graph,
+                    "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
+                },
+            )
+
+    def _managed_parameters(self) -> list[tuple[str, Parameter]]:
+        """Parameters that DDP looks after, each once, under its first name not ignored."""
+        found: dict[Parameter, str] = {}
+        for name, param in self.module.named_parameters(remove_duplicate=False):
+            if name not in self.parameters_to_ignore:
+                found.setdefault(param, name)
+        return [(name, param) for param, name in found.items()]
+
+    def _build_params_for_reducer(self) -> tuple[list[Parameter], list[bool]]:
+        """The parameters to reduce, and for each whether its gradient will be sparse."""
+        sparse = {
+            param
+            for submodule in self.module.modules()
+            if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse
+            for param in submodule.parameters(recurse=False)
+        }
+        parameters = [p for _, p in self._managed_parameters() if p.requires_grad]
+        return parameters, [param in sparse for param in parameters]
+
+    def _build_debug_param_to_name_mapping(self, parameters: Sequence[Parameter]) -> dict[int, str]:
+        """The name of each of ``parameters``, which must be all that are reduced."""
+        index_of = {param: index for index, param in enumerate(parameters)}
+        names = {}
+        for name, param in self._managed_parameters():
+            if param.requires_grad:
+                if param not in index_of:
+                    raise ArgumentError(
+                        f"Param with name {name} found in module parameters, but not DDP parameters."
+                    )
+                names[index_of[param]] = name
+        if len(names) != len(index_of):
+            raise ArgumentError(
+                "Expected param to name mapping to cover all parameters, but got conflicting "
+                f"lengths: {len(index_of)} vs {len(names)}."
+            )
+        return names
+
+    def _sync_module_states(self, source: int, *, with_buffers: bool) -> None:
+        tensors: list[Tensor] = [param for _, param in self._managed_parameters()]
+        if with_buffers:
+            tensors += self.modules_buffers
+        if self.process_group.size() > 1:
+            broadcast_coalesced(
+                self.process_group,
+                tensors,
+                source,
+                lambda: f"the broadcast of the model from rank {source}",
+                self.broadcast_bucket_size,
+            )
+
+    # ---------------------------------------------------------------- forward
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module; the backward of what it returns averages the gradients.
+
+        >>> import torch, gradsync
+        >>> ddp = gradsync.DistributedDataParallel(torch.nn.Linear(4, 2))
+        >>> ddp(torch.zeros(3, 4)).shape
+        torch.Size([3, 2])
+        """
+        with record_function("DistributedDataParallel.forward"):
+            if self.reducer.phase is Phase.BACKWARD and in_backward():
+                return self.module(*inputs, **kwargs)  # a checkpoint recomputes us
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            try:
+                output = self._run_ddp_forward(*inputs, **kwargs)
+            except BaseException:
+                if self._asks_for_reduction():
+                    self.reducer.forward_failed()
+                raise
+            return self._post_forward(output)
+
+    def _asks_for_reduction(self) -> bool:
+        return self.require_backward_grad_sync and torch.is_grad_enabled()
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._asks_for_reduction():
+            if self._frozen and any(param.requires_grad for param in self._frozen):
+                self._unfreeze()
+            self.reducer.start_forward()
+        if self.will_sync_module_buffers():
+            self._sync_buffers()
+        if self.device_ids:
+            moved_inputs, moved_kwargs = _to_kwargs(
+                inputs,
+                kwargs,
+                torch.device(self.device_type, self.device_ids[0]),
+                self.use_side_stream_for_tensor_copies,
+            )
+            return moved_inputs[0], moved_kwargs[0]
+        return inputs, kwargs
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with self._inside_ddp_forward():
+            return self.module(*inputs, **kwargs)
+
+    def _post_forward(self, output: Any) -> Any:
+        if self._asks_for_reduction():
+            self.require_forward_param_sync = True
+            self.reducer.prepare(output)
+        else:
+            self.require_forward_param_sync = False
+            self.reducer.disarm()
+        return output
+
+    @contextmanager
+    def _inside_ddp_forward(self) -> Iterator[None]:
+        """Lets Dynamo know which DDP module it compiles for."""
+        outer = DistributedDataParallel._active_ddp_module
+        DistributedDataParallel._active_ddp_module = self
+        try:
+            yield
+        finally:
+            DistributedDataParallel._active_ddp_module = outer
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> "DistributedDataParallel | None":
+        return cls._active_ddp_module
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients local: the first backward outside reduces what has accumulated.
+
+        The forward has to be inside as well: it decides whether its backward is reduced.
+
+        >>> import torch, gradsync
+        >>> ddp = gradsync.DistributedDataParallel(torch.nn.Linear(4, 2))
+        >>> with ddp.no_sync():
+        ...     ddp(torch.randn(8, 4)).sum().backward()
+        >>> ddp(torch.randn(8, 4)).sum().backward()
+        >>> ddp.module.bias.grad
+        tensor([16., 16.])
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def _unfreeze(self) -> None:
+        """Parameters that were frozen at construction train now: reduce them from now on."""
+        self._unhook()
+        self._build_reducer(verify=True)
+
+    # ---------------------------------------------------------------- buffers
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """torch's old name of ``forward_sync_buffers``."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """The buffers that are kept equal; programs may replace them, so they are listed anew."""
+        return list_buffers(self.module, self.parameters_to_ignore)
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:
+        return named_buffers(self.module, self.parameters_to_ignore)
+
+    def will_sync_module_buffers(self) -> bool:
+        """Will the next forward set the buffers to rank 0's?
+
+        True at first and after a forward that asks for a reduction; so the first evaluation
+        after training starts from rank 0's buffers, and further ones issue no collective.
+
+        >>> import torch, gradsync
+        >>> gradsync.DistributedDataParallel(torch.nn.Linear(2, 2)).will_sync_module_buffers()
+        False
+        """
+        return (
+            self.require_forward_param_sync
+            and self.forward_sync_buffers
+            and len(self.modules_buffers) > 0
+        )
+
+    def _sync_buffers(self) -> None:
+        if self.process_group.size() > 1:
+            sync_buffers(
+                self.process_group,
+                self.modules_buffers,
+                0,
+                lambda: (
+                    f"the broadcast of buffers before the forward of step {self.reducer.step + 1}"
+                ),
+            )
+
+    # ---------------------------------------------------------------- lifecycle
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_default_group()
+        state = copy.copy(self.__dict__)
+        for name in ("process_group", "device_mesh", "reducer", "_unhook"):
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.process_group = _get_default_group()
+        self._build_reducer(verify=False)
+
+    def _check_default_group(self) -> None:
+        if not dist.is_initialized() or self.process_group != _get_default_group():
+            raise StateError(
+                "DDP Pickling/Unpickling are only supported when using DDP with the default process "
+                "group. That is, when you have called init_process_group and have not passed "
+                "process_group argument to DDP constructor"
+            )
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the module and the wrapper to training, or to evaluation with ``False``.
+
+        >>> import torch, gradsync
+        >>> ddp = gradsync.DistributedDataParallel(torch.nn.Linear(2, 2))
+        >>> ddp.train(False).module.training
+        False
+        """
+        super().train(mode)
+        return self
+
+    def _set_static_graph(self) -> None:
+        """Promise a static graph after construction, before the first backward."""
+        if self.static_graph:
+            warnings.warn(
+                "You've set static_graph to be True, no need to set it again.", stacklevel=2
+            )
+            return
+        self.reducer.set_static_graph()
+        self.static_graph = True
+        if self.find_unused_parameters:
+            arguments.warn_of_static_and_unused()
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Reduce over other ranks from now on; the plan is made anew there.
+
+        Hooks and weights stay. A rank outside the new group keeps its old one.
+        """
+        self.reducer.reset()
+        if not _rank_not_in_group(new_process_group):
+            self.process_group = new_process_group
+            self.reducer.set_group(new_process_group)
+
+    def _remove_autograd_hooks(self) -> None:
+        """Let go of the module's parameters: no backward is reduced from now on."""
+        self._unhook()
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise if the last backward was not reduced."""
+        self.reducer.check_finalized()
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """For torch's sake: outputs are passed on as they are, never cloned."""
+        self._ddp_sink_clone = val
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Facts about this object under the names that torch's logging data has."""
+        return logging_data(self)
+
+    # ---------------------------------------------------------------- for torch's callers
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        return self.reducer.caps.cap_bytes
+
+    @property
+    def bucket_bytes_cap_list(self) -> list[int]:
+        return list(self.reducer.caps.caps_given)
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        return self.reducer.has_rebuilt
+
+    @property
+    def _module_parameters(self) -> list[Parameter]:
+        return [param for _, param in self._managed_parameters()]
+
+    @property
+    def _distributed_rank(self) -> int:
+        return self.process_group.rank()
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[int]) -> Any:
+        """torch's helper: split inputs along ``dim`` over devices."""
+        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
+        """torch's helper: move inputs to a device."""
+        device = torch.device(self.device_type, device_id)
+        return _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
+
+    def gather(self, outputs: Any, output_device: int) -> Any:
+        """torch's helper: join outputs along ``dim`` on a device."""
+        return gather(outputs, output_device, dim=self.dim)
+
+    @staticmethod
+    def _get_data_parallel_params(
+        module: nn.Module, named_params: bool = False
+    ) -> Iterator[Parameter | tuple[str, Parameter]]:
+        """The parameters of ``module`` that are not marked as ignored."""
+        for name, param in module.named_parameters():
+            if not hasattr(param, "_ddp_ignored"):
+                yield (name, param) if named_params else param
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
+    ) -> None:
+        """Before wrapping: parameters and buffers, by full name, for DDP to leave alone."""
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name in params_and_buffers_to_ignore:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+
+
+def _caps(cap_mb: float | None, cap_mb_list: tuple[float, ...], will_rebuild: bool) -> BucketCaps:
+    return bucket_caps(cap_mb, cap_mb_list, will_rebuild=will_rebuild)

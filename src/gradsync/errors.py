@@ -1,0 +1,135 @@
+"""The exceptions that gradsync raises, as one tree.
+
+Two branches. A :class:`UsageError` is a mistake in the program: the message names the
+parameter or the argument and the fix, and where programs match on torch's wording, the
+wording is torch's. A :class:`FaultError` is a fault of the world (a peer that failed, a
+deadline that passed): the program was right, and may recover. Broken invariants of our own
+are plain ``assert``.
+
+Every class also derives from the builtin that torch raises in its place, so that
+``except RuntimeError`` and ``except ValueError`` of existing programs keep working.
+"""
+
+__all__ = [
+    "ArgumentError",
+    "CollectiveError",
+    "FaultError",
+    "GradsyncError",
+    "GraphChangedError",
+    "ModelMismatchError",
+    "PeerStepError",
+    "ReadyTwiceError",
+    "StateError",
+    "UnusedParametersError",
+    "UsageError",
+]
+
+
+class GradsyncError(Exception):
+    """Base of everything that gradsync raises on purpose.
+
+    >>> import gradsync
+    >>> issubclass(gradsync.FaultError, gradsync.GradsyncError)
+    True
+    """
+
+
+class UsageError(GradsyncError):
+    """The program asks for something that cannot work; the message says what to change.
+
+    >>> import gradsync
+    >>> issubclass(gradsync.UnusedParametersError, gradsync.UsageError)
+    True
+    """
+
+
+class ArgumentError(UsageError, ValueError):
+    """An argument has a value that cannot work.
+
+    >>> import gradsync, torch
+    >>> try:
+    ...     gradsync.DistributedDataParallel(torch.nn.Linear(2, 2), bucket_cap_mb=-1)
+    ... except ValueError as error:
+    ...     print(type(error).__name__)
+    ArgumentError
+    """
+
+
+class StateError(UsageError, RuntimeError):
+    """A call came at a time, or on an object, where it cannot work.
+
+    >>> import gradsync, torch
+    >>> try:
+    ...     gradsync.DistributedDataParallel(torch.nn.ReLU())
+    ... except RuntimeError as error:
+    ...     print(type(error).__name__)
+    StateError
+    """
+
+
+class UnusedParametersError(StateError):
+    """Parameters got no gradient though ``find_unused_parameters`` is off.
+
+    Raised on every rank, and names the parameters with the ranks that left them out.
+
+    >>> import gradsync
+    >>> issubclass(gradsync.UnusedParametersError, RuntimeError)
+    True
+    """
+
+
+class ReadyTwiceError(StateError):
+    """A parameter's gradient arrived twice in one backward pass.
+
+    >>> import gradsync
+    >>> issubclass(gradsync.ReadyTwiceError, RuntimeError)
+    True
+    """
+
+
+class GraphChangedError(StateError):
+    """The graph differs from the first step's though ``static_graph=True`` was promised.
+
+    >>> import gradsync
+    >>> issubclass(gradsync.GraphChangedError, RuntimeError)
+    True
+    """
+
+
+class ModelMismatchError(StateError):
+    """The ranks hold different models; names the parameter and two ranks that differ.
+
+    >>> import gradsync
+    >>> issubclass(gradsync.ModelMismatchError, RuntimeError)
+    True
+    """
+
+
+class FaultError(GradsyncError, RuntimeError):
+    """Something outside this program failed: a peer, the network, a deadline.
+
+    >>> import gradsync
+    >>> issubclass(gradsync.CollectiveError, gradsync.FaultError)
+    True
+    """
+
+
+class CollectiveError(FaultError):
+    """A collective failed or timed out; names the step and what was waited for.
+
+    >>> import gradsync
+    >>> try:
+    ...     raise gradsync.CollectiveError("rank 1, step 7: bucket 0 of 2 failed")
+    ... except RuntimeError as error:
+    ...     print(error)
+    rank 1, step 7: bucket 0 of 2 failed
+    """
+
+
+class PeerStepError(FaultError):
+    """Another rank did not finish this step; names the rank and what happened to it.
+
+    >>> import gradsync
+    >>> issubclass(gradsync.PeerStepError, gradsync.FaultError)
+    True
+    """
