@@ -1,0 +1,54 @@
+"""One pool of workers for the whole test run, and a check that nothing of ours outlives it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gradsync.testing import WorkerPool
+
+_SHARED_MEMORY = Path("/dev/shm")
+_OUR_SEGMENTS = ("gradsync", "torch_")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    segments_before = _segments()
+    children_before = _children()
+    yield
+    assert not _children() - children_before, "the session left child processes behind"
+    assert not _segments() - segments_before, "the session left shared memory behind"
+
+
+@pytest.fixture(scope="session")
+def pool(nothing_left_behind: None) -> Iterator[WorkerPool]:
+    with WorkerPool(max_ranks=4) as workers:
+        yield workers
+
+
+def _children() -> set[str]:
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        found |= set((task / "children").read_text().split())
+    return {pid for pid in found if not _is_tracker(pid)}
+
+
+def _is_tracker(pid: str) -> bool:
+    """Python's own helper of multiprocessing, which ends with this process."""
+    try:
+        return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return True
+
+
+def _segments() -> set[str]:
+    if not _SHARED_MEMORY.is_dir():
+        return set()
+    return {
+        entry.name
+        for entry in _SHARED_MEMORY.iterdir()
+        if entry.name.startswith(_OUR_SEGMENTS) and entry.stat().st_uid == os.getuid()
+    }

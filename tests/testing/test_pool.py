@@ -1,0 +1,387 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradsync.testing import RankFailure, WorkerPool
+
+MODULE_CONSTANT = 7
+
+
+class HomemadeError(ValueError):
+    def is_homemade(self) -> bool:
+        return True
+
+
+def add_constant(rank: int, world: int, number: int) -> int:
+    return number + MODULE_CONSTANT
+
+
+def all_ranks_sum(rank: int, world: int) -> float:
+    tensor = torch.tensor([rank + 1.0])
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+def works(pool: WorkerPool, ranks: int = 2) -> bool:
+    """The pool is healthy: a collective gives the right sum on all ranks."""
+    return pool.run(all_ranks_sum, ranks=ranks) == [ranks * (ranks + 1) / 2] * ranks
+
+
+def is_running(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def wait_until_gone(pids: list[int], seconds: float = 10.0) -> list[int]:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(map(is_running, pids)):
+        time.sleep(0.02)
+    return [pid for pid in pids if is_running(pid)]
+
+
+class TestRunning:
+    def test_returns_the_values_by_rank(self, pool: WorkerPool) -> None:
+        def where(rank: int, world: int) -> tuple[int, int, int, int]:
+            return rank, world, dist.get_rank(), dist.get_world_size()
+
+        assert pool.run(where, ranks=2) == [(0, 2, 0, 2), (1, 2, 1, 2)]
+
+    def test_the_ranks_are_different_processes_that_are_used_again(self, pool: WorkerPool) -> None:
+        first = pool.run(lambda rank, world: os.getpid())
+        assert len({*first, os.getpid()}) == 3
+        assert pool.run(lambda rank, world: os.getpid()) == first
+
+    @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+    def test_collectives_span_exactly_the_ranks_of_the_run(
+        self, pool: WorkerPool, ranks: int
+    ) -> None:
+        assert works(pool, ranks)
+
+    def test_module_functions_and_closures_reach_workers_with_arguments(
+        self, pool: WorkerPool
+    ) -> None:
+        captured = torch.arange(3)
+
+        def scaled(rank: int, world: int, factor: int, *, shift: int) -> list[int]:
+            return (captured * factor + shift).tolist()  # type: ignore[no-any-return]
+
+        assert pool.run(add_constant, args=(1,), ranks=1) == [8]
+        assert pool.run(scaled, args=(2,), kwargs={"shift": 1}, ranks=1) == [[1, 3, 5]]
+
+    def test_without_a_backend_there_is_no_group_but_env_rendezvous_works(
+        self, pool: WorkerPool
+    ) -> None:
+        def own_group(rank: int, world: int) -> tuple[bool, float]:
+            before = dist.is_initialized()
+            dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+            return before, all_ranks_sum(rank, world)
+
+        assert pool.run(own_group, backend=None) == [(False, 3.0)] * 2
+        assert pool.run(own_group, backend=None) == [(False, 3.0)] * 2
+
+    def test_the_group_time_out_is_the_one_asked_for(self, pool: WorkerPool) -> None:
+        def one_sided(rank: int, world: int) -> float:
+            began = time.monotonic()
+            if rank == 0:
+                with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+                    dist.barrier()
+            return time.monotonic() - began
+
+        waited = pool.run(one_sided, group_timeout=1.0)[0]
+        assert 0.5 < waited < 10
+
+    def test_views_come_back_as_their_own_bytes_only(self, pool: WorkerPool) -> None:
+        def view(rank: int, world: int) -> torch.Tensor:
+            return torch.arange(100_000.0)[rank : rank + 2]
+
+        first, second = pool.run(view)
+        assert (first.tolist(), second.tolist()) == ([0, 1], [1, 2])
+        assert first.untyped_storage().nbytes() == 8
+
+    def test_large_values_pass_in_both_directions(self, pool: WorkerPool) -> None:
+        big = torch.ones(4_000_000)
+        assert torch.equal(pool.run(lambda rank, world, t: t + 1, args=(big,), ranks=1)[0], big + 1)
+
+    def test_instances_of_test_classes_come_back_as_the_same_class(self, pool: WorkerPool) -> None:
+        method = HomemadeError.is_homemade
+        [error] = pool.run(lambda rank, world: HomemadeError("x"), ranks=1)
+        assert type(error) is HomemadeError
+        assert HomemadeError.is_homemade is method
+
+    @pytest.mark.parametrize("ranks", [0, 5])
+    def test_a_wrong_number_of_ranks_is_refused(self, pool: WorkerPool, ranks: int) -> None:
+        with pytest.raises(ValueError, match=f"ranks={ranks}.*1 to 4"):
+            pool.run(all_ranks_sum, ranks=ranks)
+
+    def test_a_pool_in_its_own_function_is_refused_by_name(self, pool: WorkerPool) -> None:
+        pids = pool.pids()
+        with pytest.raises(TypeError, match="WorkerPool cannot be sent"):
+            pool.run(lambda rank, world: pool.max_ranks)
+        assert pool.pids() == pids
+
+
+class TestHygiene:
+    def test_nothing_set_in_one_run_is_seen_in_the_next(self, pool: WorkerPool) -> None:
+        def look(rank: int, world: int) -> tuple[object, ...]:
+            return (
+                torch.get_default_dtype(),
+                torch.is_grad_enabled(),
+                torch.get_num_threads(),
+                torch.rand(1).item(),
+                os.environ.get("SOME_VARIABLE"),
+                len(warnings.filters),
+                os.getcwd(),
+                tuple(sys.path),
+            )
+
+        def spoil(rank: int, world: int) -> None:
+            torch.set_default_dtype(torch.float64)
+            torch.set_grad_enabled(False)
+            torch.set_num_threads(2)
+            torch.manual_seed(rank + 99)
+            os.environ["SOME_VARIABLE"] = "spoilt"
+            warnings.simplefilter("error")
+            os.chdir("/")
+            sys.path.clear()
+
+        before = pool.run(look)
+        pool.run(spoil)
+        assert pool.run(look) == before
+        assert before[0][:3] == (torch.float32, True, 1)
+
+    def test_env_is_for_one_run_and_none_unsets(self, pool: WorkerPool) -> None:
+        def read(rank: int, world: int) -> tuple[str | None, str | None]:
+            return os.environ.get("SOME_VARIABLE"), os.environ.get("GLOO_SOCKET_IFNAME")
+
+        env = {"SOME_VARIABLE": "x", "GLOO_SOCKET_IFNAME": None}
+        assert pool.run(read, ranks=1, backend=None, env=env) == [("x", None)]
+        assert pool.run(read, ranks=1)[0][0] is None
+
+    def test_a_thread_left_behind_fails_the_run_and_costs_the_worker(
+        self, pool: WorkerPool
+    ) -> None:
+        def leave(rank: int, world: int) -> int:
+            if rank == 1:
+                threading.Thread(target=time.sleep, args=(60,), name="lingerer").start()
+            return os.getpid()
+
+        with pytest.raises(RankFailure, match=r"rank 1 returned, but.*'lingerer'") as failure:
+            pool.run(leave)
+        assert set(failure.value.failures) == {1}
+        assert 1 not in pool.pids()
+
+
+class TestExceptions:
+    def test_every_failed_rank_is_shown_with_its_traceback(self, pool: WorkerPool) -> None:
+        def deep_inside(rank: int) -> None:
+            raise HomemadeError(f"number {rank}")
+
+        def fail(rank: int, world: int) -> None:
+            print(f"printed by {rank}")
+            deep_inside(rank)
+
+        with pytest.raises(RankFailure) as caught:
+            pool.run(fail)
+        text = str(caught.value)
+        for rank in range(2):
+            assert f"rank {rank} raised HomemadeError: number {rank}" in text
+            assert f"printed by {rank}" in text
+        assert text.count("in deep_inside") == 2
+        error = caught.value.failures[1]
+        assert (error.type_name, error.message) == ("HomemadeError", "number 1")
+        assert isinstance(error.exception, HomemadeError)
+        assert isinstance(caught.value.__cause__, HomemadeError)
+
+    def test_the_workers_survive_an_exception(self, pool: WorkerPool) -> None:
+        def fail(rank: int, world: int) -> None:
+            raise ValueError
+
+        assert works(pool)
+        pids = pool.pids()
+        with pytest.raises(RankFailure):
+            pool.run(fail)
+        assert pool.pids() == pids
+        assert works(pool)
+
+    def test_outcomes_hold_values_and_errors_side_by_side(self, pool: WorkerPool) -> None:
+        def odd_fails(rank: int, world: int) -> int:
+            if rank % 2:
+                raise ValueError(f"odd {rank}")
+            return rank
+
+        good, bad = pool.run(odd_fails, return_exceptions=True)
+        assert (good.ok, good.value) == (True, 0)
+        assert bad.error is not None
+        assert (bad.ok, bad.error.message) == (False, "odd 1")
+        with pytest.raises(RankFailure, match="odd 1"):
+            bad.unwrap()
+
+    def test_what_cannot_be_pickled_is_named(self, pool: WorkerPool) -> None:
+        with pytest.raises(RankFailure, match="rank 0 returned a lock that cannot be pickled"):
+            pool.run(lambda rank, world: threading.Lock(), ranks=1)
+
+    def test_an_exception_that_cannot_be_pickled_keeps_its_text(self, pool: WorkerPool) -> None:
+        def fail(rank: int, world: int) -> None:
+            error = ValueError("told")
+            error.lock = threading.Lock()  # type: ignore[attr-defined]
+            raise error
+
+        [outcome] = pool.run(fail, ranks=1, return_exceptions=True)
+        assert outcome.error is not None
+        assert (outcome.error.message, outcome.error.exception) == ("told", None)
+
+    def test_sys_exit_is_a_failure_not_the_end_of_the_worker(self, pool: WorkerPool) -> None:
+        pids = pool.pids()
+        with pytest.raises(RankFailure, match="raised SystemExit"):
+            pool.run(lambda rank, world: sys.exit(0), ranks=1)
+        assert pool.pids() == pids
+
+
+class TestHangsAndDeaths:
+    def test_a_failure_frees_the_run_from_peers_stuck_in_a_collective(
+        self, pool: WorkerPool
+    ) -> None:
+        def fail_alone(rank: int, world: int) -> None:
+            if rank == 1:
+                raise HomemadeError("the cause")
+            dist.barrier()
+
+        began = time.monotonic()
+        with pytest.raises(RankFailure) as caught:
+            pool.run(fail_alone, grace=0.5, timeout=50)
+        assert time.monotonic() - began < 20
+        assert caught.value.first.message == "the cause"
+        assert caught.value.failures[0].kind == "stuck"
+        assert "barrier" in caught.value.failures[0].traceback
+        assert works(pool)
+
+    def test_with_return_exceptions_the_peers_fail_for_their_own_reason(
+        self, pool: WorkerPool
+    ) -> None:
+        def fail_alone(rank: int, world: int) -> None:
+            if rank == 1:
+                raise HomemadeError("the cause")
+            dist.barrier()
+
+        outcomes = pool.run(fail_alone, grace=5, group_timeout=1.0, return_exceptions=True)
+        assert outcomes[0].error is not None
+        assert outcomes[0].error.kind == "exception"
+        assert "imed out" in outcomes[0].error.message
+        assert works(pool)
+
+    def test_a_hang_is_reported_with_the_stack_and_the_workers_are_replaced(
+        self, pool: WorkerPool
+    ) -> None:
+        def forgotten_sleep() -> None:
+            time.sleep(60)
+
+        def hang(rank: int, world: int) -> None:
+            if rank == 0:
+                forgotten_sleep()
+
+        assert works(pool)
+        hung = pool.pids()[0]
+        with pytest.raises(RankFailure, match=r"rank 0 was still running after 0\.5 s") as caught:
+            pool.run(hang, timeout=0.5)
+        assert set(caught.value.failures) == {0}
+        assert "in forgotten_sleep" in caught.value.failures[0].traceback
+        assert wait_until_gone([hung]) == []
+        assert works(pool)
+
+    def test_a_stopped_process_is_reported_as_stopped(self, pool: WorkerPool) -> None:
+        def stop(rank: int, world: int) -> None:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        with pytest.raises(RankFailure, match="the process is stopped"):
+            pool.run(stop, ranks=1, timeout=0.5)
+
+    @pytest.mark.parametrize(
+        ("end", "words"),
+        [
+            (lambda: os._exit(3), "exited with code 3"),
+            (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed by SIGKILL"),
+            (lambda: os.kill(os.getpid(), signal.SIGSEGV), "killed by SIGSEGV"),
+        ],
+    )
+    def test_a_death_is_reported_with_its_cause_at_once(
+        self, pool: WorkerPool, end: object, words: str
+    ) -> None:
+        def die(rank: int, world: int) -> None:
+            print("last words")
+            end()  # type: ignore[operator]
+
+        with pytest.raises(RankFailure, match=words) as caught:
+            pool.run(die, ranks=1, timeout=50)
+        assert caught.value.first.kind == "died"
+        assert "last words" in caught.value.first.output
+        assert pool.pids().get(0) is None
+
+    def test_a_worker_that_dies_between_runs_is_replaced(self, pool: WorkerPool) -> None:
+        assert works(pool)
+        os.kill(pool.pids()[1], signal.SIGKILL)
+        wait_until_gone([pool.pids()[1]])
+        assert works(pool)
+
+    def test_children_of_a_killed_worker_are_killed_too(self, pool: WorkerPool) -> None:
+        def start_and_hang(rank: int, world: int) -> None:
+            child = subprocess.Popen(["sleep", "60"])
+            print(f"child={child.pid}")
+            time.sleep(60)
+
+        with pytest.raises(RankFailure) as caught:
+            pool.run(start_and_hang, ranks=1, timeout=0.7)
+        child = int(caught.value.first.output.partition("child=")[2].split()[0])
+        assert wait_until_gone([child]) == []
+
+
+class TestLife:
+    def test_close_ends_every_process_and_a_closed_pool_says_so(self) -> None:
+        with WorkerPool(max_ranks=1) as pool:
+            pool.run(lambda rank, world: None, ranks=1)
+            pids = list(pool.pids().values())
+        assert pids
+        assert wait_until_gone(pids, seconds=0.1) == []
+        pool.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            pool.run(all_ranks_sum, ranks=1)
+
+    def test_workers_die_with_a_killed_parent_even_when_stopped(self, tmp_path: Path) -> None:
+        script = tmp_path / "parent.py"
+        script.write_text(
+            textwrap.dedent(
+                """
+                import os, signal, threading, time
+                from gradsync.testing import WorkerPool
+
+                pool = WorkerPool(max_ranks=1)
+                pool.run(lambda rank, world: None, ranks=1, backend=None)
+                stop = lambda rank, world: os.kill(os.getpid(), signal.SIGSTOP)
+                run = lambda: pool.run(stop, ranks=1, backend=None)
+                threading.Thread(target=run, daemon=True).start()
+                time.sleep(0.3)
+                print(pool.pids()[0], flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+                """
+            )
+        )
+        finished = subprocess.run(
+            [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert finished.returncode == -signal.SIGKILL, finished.stderr
+        assert wait_until_gone([int(finished.stdout)]) == []
