@@ -53,7 +53,7 @@ types: $(READY) ## Types: mypy --strict on src
 	$(BIN)/mypy --strict src
 
 imports: $(READY) ## Direction of imports: import-linter
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 unit: $(READY) ## Our tests, without the slow ones (ARGS='-k name' narrows)
 	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
@@ -70,7 +70,7 @@ conformance-update: $(READY) ## The same, then write what passes to expected.jso
 	$(BIN)/python tests/conformance/check.py --ddp $(DDP) --jobs $(JOBS) --update
 
 bench-step: $(READY) ## Race one training step: torch's DDP, ours, no DDP
-	$(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/step_race.py $(ARGS)
+	$(BIN)/python benchmarks/step_race.py $(ARGS)
 
 clean: ## Remove caches and build output
 	rm -rf build dist src/*.egg-info .work .pytest_cache .ruff_cache .mypy_cache \
