@@ -16,6 +16,7 @@ It starts its own ranks; under `torchrun benchmarks/step_race.py` it uses torchr
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -49,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return send_probe(arguments) if arguments.probe else run_race(arguments)
     finally:
-        dist.destroy_process_group()
+        leave_ranks()
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -112,6 +113,14 @@ def launch(world: int, argv: list[str]) -> int:
 def join_ranks(backend: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(backend, timeout=DEADLINE)
+
+
+def leave_ranks() -> None:
+    """Let go of the models first: they keep the group's threads alive, in reference cycles,
+    and a gloo thread that asks for the GIL while Python shuts down aborts the process.
+    """
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def run_race(arguments: argparse.Namespace) -> int:
