@@ -53,7 +53,7 @@ class Reached:
 
 
 def main(
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training set.")] = 20,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training set.")] = 12,
     batch_size: Annotated[int, typer.Option(min=2, help="Examples a step on each rank.")] = 32,
     lr: Annotated[float, typer.Option(min=1e-6, help="Peak learning rate.")] = 0.05,
     seed: Annotated[int, typer.Option(help="Of the split, the weights and the shuffling.")] = 0,
