@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import threading
@@ -21,8 +22,6 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn, TypeVar, overload
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gradsync.testing import transfer
 from gradsync.testing.outcome import Outcome, RankFailure
@@ -118,9 +117,10 @@ class WorkerPool:
         """Call ``fn(rank, world, *args, **kwargs)`` on each rank; return the values by rank.
 
         Each run has a fresh default process group of ``backend`` with the time-out
-        ``group_timeout``, destroyed afterwards; none with ``backend=None``, where the
-        variables of torchrun are set so that ``init_process_group`` and ``init_rpc`` of the
-        function's own work. ``env`` is for this run alone; None unsets a variable.
+        ``group_timeout``, destroyed afterwards; none with ``backend=None``. A function may
+        start groups and RPC of its own: torchrun's variables are set for ``env://``, and
+        ``GRADSYNC_INIT_METHOD`` holds a ``file://`` address that is fresh in each run.
+        ``env`` is for this run alone; None unsets a variable.
 
         Raises `RankFailure` if a rank raises, dies or is still running after ``timeout``
         seconds, or ``grace`` seconds after another rank failed. With ``return_exceptions``
@@ -206,11 +206,12 @@ class WorkerPool:
     ) -> list[Outcome[Any]]:
         directory = self._ensure_open()
         workers = self._ensure_workers(ranks)
-        run_id = next(self._run_ids)
-        call_file = directory / f"run{run_id}.call"
+        files = directory / f"run{next(self._run_ids)}"
+        files.mkdir()
+        call_file = files / "call"
         call_file.write_bytes(call)
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        reports = {rank: directory / f"run{run_id}.{rank}" for rank in range(ranks)}
+        reports = {rank: files / f"report{rank}" for rank in range(ranks)}
+        port = _free_port()
         try:
             for rank, worker in enumerate(workers):
                 worker.forget_output()
@@ -219,9 +220,10 @@ class WorkerPool:
                     world=ranks,
                     call=call_file,
                     report=reports[rank],
+                    store=files / "store",
                     backend=backend,
                     group_timeout=group_timeout,
-                    store_port=int(store.port),
+                    port=port,
                     env=env,
                     search_path=_search_path(),
                     directory=os.getcwd(),
@@ -236,8 +238,7 @@ class WorkerPool:
                 retire=self._retire,
             ).outcomes()
         finally:
-            for file in (call_file, *reports.values()):
-                file.unlink(missing_ok=True)
+            shutil.rmtree(files, ignore_errors=True)
 
     def _ensure_open(self) -> Path:
         if self._closed:
@@ -290,6 +291,12 @@ def _greet(worker: WorkerProcess) -> None:
             f"the worker of rank {worker.rank} {ending} before it could start; "
             f"its output:\n{worker.output()}"
         ) from None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _search_path() -> tuple[str, ...]:

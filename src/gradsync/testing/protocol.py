@@ -14,8 +14,8 @@ from pathlib import Path
 class Request:
     """Pool to worker: run the pickled call in `call` and write the report to `report`.
 
-    >>> request = Request(rank=0, world=1, call=Path("c"), report=Path("r"), backend=None)
-    >>> request.group_timeout
+    >>> files = {"call": Path("c"), "report": Path("r"), "store": Path("s")}
+    >>> Request(rank=0, world=1, backend=None, **files).group_timeout
     30.0
     """
 
@@ -23,9 +23,10 @@ class Request:
     world: int
     call: Path
     report: Path
+    store: Path
     backend: str | None
     group_timeout: float = 30.0
-    store_port: int = 0
+    port: int = 0
     env: dict[str, str | None] | None = None
     search_path: tuple[str, ...] = ()
     directory: str = "."

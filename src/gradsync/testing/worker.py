@@ -4,6 +4,11 @@
 A call ends in two steps. The worker reports, keeps its process group, and destroys it only
 when the pool says that all ranks have reported: a group torn down early could take a
 peer's last bytes along, and hide the peer's own error behind "connection closed".
+
+[Note: file store]
+Groups meet in a file and not in a TCPStore: that one looks up the names of IPv4 addresses
+mapped to IPv6, which no hosts file has, and on a machine whose name server does not answer
+about one connection in ten takes 5 seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from gradsync.testing import transfer
 from gradsync.testing.protocol import Done, Hello, Ready, Report, Request
@@ -87,9 +92,11 @@ def _perform(request: Request) -> Report:
 
 def _init_group(request: Request) -> None:
     timeout = timedelta(seconds=request.group_timeout)
+    store = FileStore(str(request.store), request.world)  # [Note: file store]
+    store.set_timeout(timeout)
     dist.init_process_group(
         request.backend,
-        store=TCPStore("127.0.0.1", request.store_port, is_master=False, timeout=timeout),
+        store=store,
         rank=request.rank,
         world_size=request.world,
         timeout=timeout,
@@ -202,8 +209,8 @@ def _torchrun_environment(request: Request) -> dict[str, str]:
         "WORLD_SIZE": str(request.world),
         "LOCAL_WORLD_SIZE": str(request.world),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(request.store_port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_PORT": str(request.port),
+        "GRADSYNC_INIT_METHOD": request.store.with_suffix(".init").as_uri(),
     }
 
 
