@@ -9,8 +9,6 @@ from gradsync.ddp.wrapper import DistributedDataParallel
 _TORCH_CLASS = torch.nn.parallel.distributed.DistributedDataParallel
 _PUBLIC = ("torch.nn.parallel", "torch.nn.parallel.distributed")
 
-assert _TORCH_CLASS is not DistributedDataParallel
-
 
 def patch_torch() -> None:
     """Make ``torch.nn.parallel.DistributedDataParallel`` ours.

@@ -40,7 +40,7 @@ def check_supported(
         )
     if mixed_precision is not None:
         raise NotImplementedError(
-            "mixed_precision: mixed precision inside DDP is not part of gradsync yet. Leave it out, "
+            "mixed_precision: mixed precision in DDP is not part of gradsync yet. Leave it out, "
             "and use torch.autocast around the forward."
         )
 
@@ -48,6 +48,7 @@ def check_supported(
 def warn_of_deprecated(
     broadcast_buffers: bool | None, forward_sync_buffers: bool | None, check_reduction: bool
 ) -> None:
+    """Warn of arguments that torch has deprecated."""
     if broadcast_buffers is not None and forward_sync_buffers is not None:
         warnings.warn(
             "Both `broadcast_buffers` and `forward_sync_buffers` were given: `broadcast_buffers` "
@@ -73,6 +74,7 @@ def warn_of_deprecated(
 
 
 def warn_of_static_and_unused() -> None:
+    """Warn that ``static_graph`` makes ``find_unused_parameters`` superfluous."""
     warnings.warn(
         "You passed find_unused_parameters=true to DistributedDataParallel, `_set_static_graph` "
         "will detect unused parameters automatically, so you do not need it: leave it out. They "
@@ -82,6 +84,7 @@ def warn_of_static_and_unused() -> None:
 
 
 def check_parameters(parameters: Sequence[tuple[str, Parameter]]) -> None:
+    """Raise ``StateError`` if there is nothing to train, or not yet."""
     if not any(param.requires_grad for _, param in parameters):
         raise StateError(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that "
@@ -101,6 +104,7 @@ def resolve_devices(
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
 ) -> Devices:
+    """Where the module is; raises ``ArgumentError`` if it or the arguments cannot work."""
     if device_ids is not None and len(device_ids) > 1:
         raise ArgumentError(
             "device_ids can only be None or contain a single element, got "
@@ -134,7 +138,10 @@ def resolve_devices(
 def resolve_group(
     module: nn.Module, process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None
 ) -> dist.ProcessGroup:
-    """The group to reduce over; a mesh sliced from a larger one prepares the module for DDP + TP."""
+    """The group to reduce over.
+
+    With a mesh that is sliced from a larger one, the module's DTensors are made local first.
+    """
     if process_group is not None and device_mesh is not None:
         raise StateError(
             "Cannot specify both process_group and device_mesh arguments. Leave one of them out."

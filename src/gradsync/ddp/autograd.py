@@ -37,10 +37,13 @@ class GradientWatch:
         with torch.enable_grad():
             node = parameter.expand_as(parameter).grad_fn
         assert node is not None, "only a parameter that requires grad can be watched"
-        self._node: Node = node.next_functions[0][0]
+        accumulate = node.next_functions[0][0]
+        assert accumulate is not None
+        self._node: Node = accumulate
         self._handle = self._node.register_hook(hook)
 
     def remove(self) -> None:
+        """Take the hook off."""
         self._handle.remove()
 
 

@@ -64,6 +64,7 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
+        """The size of the gradients."""
         return self.numel * self.dtype.itemsize
 
     @property
@@ -78,6 +79,13 @@ class Bucket:
     def tail(self) -> Tensor:
         """The extra elements behind the gradients."""  # 1D
         return self.payload[self.numel :]
+
+    def describe(self) -> str:
+        """Which parameters are in it, for messages."""
+        names = [slot.name for slot in self.slots]
+        if len(names) > 2:
+            return f"{len(names)} parameters, {names[0]} to {names[-1]}"
+        return ", ".join(names) or "no parameters, only what ranks report"
 
     def arm(self) -> None:
         """Wait for the gradients of a new step."""
@@ -107,7 +115,7 @@ class Bucket:
 
     def _copy_in(self, views: list[Tensor], gradients: list[Tensor | None]) -> None:
         try:
-            torch._foreach_copy_(views, gradients)
+            torch._foreach_copy_(views, gradients)  # type: ignore[arg-type]
         except TypeError:  # a None among them, which is rare: so it is not looked for first
             self.missing = [s for s, g in zip(self.slots, gradients, strict=True) if g is None]
             pairs = [(v, g) for v, g in zip(views, gradients, strict=True) if g is not None]
@@ -217,6 +225,30 @@ class SparseBucket(Bucket):
 
     def give(self, slot: Slot, *, as_view: bool) -> None:
         slot.param.grad = self._gradient
+
+
+def make_buckets(
+    plan: Sequence[Sequence[int]], slots: Sequence[Slot], *, extra: int
+) -> list[Bucket]:
+    """The buckets of ``plan`` in the order of launch; the last has ``extra`` elements.
+
+    Extra elements need a dense bucket. So sparse ones that would come behind the last dense one
+    go before it, and where there is no dense one, one of only extra elements is added.
+    """
+    groups = [[slots[index] for index in indices] for indices in plan]
+    if all(group[0].sparse for group in groups):
+        last: list[Slot] = []
+    else:
+        last = next(group for group in reversed(groups) if not group[0].sparse)
+        groups.remove(last)
+    buckets = [
+        SparseBucket(group[0]) if group[0].sparse else Bucket(group, group[0].param)
+        for group in groups
+    ]
+    buckets.append(Bucket(last, (last or slots)[0].param, extra=extra))
+    for index, bucket in enumerate(buckets):
+        bucket.index = index
+    return buckets
 
 
 def _view_like(param: Tensor, storage: Tensor, offset: int) -> Tensor:

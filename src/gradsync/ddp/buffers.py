@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Collection
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from gradsync.ddp.collectives import broadcast_coalesced
 
@@ -15,8 +15,10 @@ def named_buffers(module: nn.Module, ignored: Collection[str]) -> dict[str, Tens
 
 
 def list_buffers(module: nn.Module, ignored: Collection[str]) -> list[Tensor]:
-    """The same without the names, much faster: programs may replace buffers at any time, so
-    they are listed anew before each forward."""
+    """The same without the names, and much faster.
+
+    Programs may replace buffers at any time, so they are listed anew before each forward.
+    """
     if ignored:
         return list(named_buffers(module, ignored).values())
     return list(
@@ -37,5 +39,5 @@ def sync_buffers(
     Autograd is not told: a graph of an earlier forward that has saved a buffer stays usable,
     so that two forwards may come before one backward.
     """
-    with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+    with _unsafe_preserve_version_counter(tuple(buffers)):
         broadcast_coalesced(group, buffers, source, describe)

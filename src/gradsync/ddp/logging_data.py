@@ -18,6 +18,7 @@ _DTYPE_NAMES = {
 
 
 def logging_data(ddp: "DistributedDataParallel") -> dict[str, Any]:
+    """The dictionary, with the keys that make sense here."""
     reducer = ddp.reducer
     params = [slot.param for slot in reducer.slots]
     sizes = ", ".join(str(bucket.nbytes) for bucket in reducer.buckets if bucket.slots)

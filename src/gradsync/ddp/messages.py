@@ -5,7 +5,7 @@ Where programs and tests match on a sentence of torch's, that sentence stands; o
 
 from collections.abc import Mapping, Sequence
 
-import torch.distributed as dist
+from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-defined]
 
 from gradsync.ddp.bucket import Slot
 from gradsync.errors import GraphChangedError, UnusedParametersError
@@ -31,7 +31,7 @@ FORWARD_IN_BACKWARD = (
 def unused_parameters(
     rank: int, step: int, unused: Mapping[Slot, Sequence[int]]
 ) -> UnusedParametersError:
-    """``unused`` holds, for each parameter that some rank left out, those ranks."""
+    """``unused`` holds for each parameter the ranks that left it out."""
     lines = [
         "Expected to have finished reduction in the prior iteration before starting a new one: "
         f"in step {step} some parameters received no gradient."
@@ -47,7 +47,7 @@ def unused_parameters(
         "rank. If these parameters are meant to go unused in some steps, allow it by passing the "
         "keyword argument `find_unused_parameters=True` to DistributedDataParallel."
     )
-    if dist.get_debug_level() == dist.DebugLevel.OFF:
+    if get_debug_level() == DebugLevel.OFF:
         lines.append(
             "To have torch check collectives as well, set the environment variable "
             "TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL."
@@ -80,6 +80,7 @@ def newly_used(rank: int, slot: Slot) -> str:
 
 
 def ready_twice(rank: int, slot: Slot) -> str:
+    """A gradient came twice in one backward."""
     return (
         "Expected to mark a variable ready only once. On rank "
         f"{rank}, parameter {slot.name} (index {slot.index}) got its gradient twice in one "
@@ -90,6 +91,7 @@ def ready_twice(rank: int, slot: Slot) -> str:
 
 
 def abandoned(rank: int, step: int, gone: Sequence[int]) -> str:
+    """The backward of other ranks raised."""
     return (
         f"rank {rank}, step {step}: the backward of {_ranks(gone)} raised an exception, so the "
         "gradients of this step are incomplete on every rank. What that rank printed says why. To "
@@ -98,6 +100,7 @@ def abandoned(rank: int, step: int, gone: Sequence[int]) -> str:
 
 
 def out_of_step(rank: int, step: int, failed: Sequence[int]) -> str:
+    """A forward raised on some ranks only."""
     return (
         f"rank {rank}, step {step}: a forward of {_ranks(failed)} raised an exception and was not "
         "repeated by the other ranks: the ranks have reduced gradients of different batches. To "

@@ -97,7 +97,7 @@ def make_plan(items: Sequence[Item], order: Sequence[int], caps: Sequence[int]) 
     return plan
 
 
-def _to_bytes(argument: str, mib: float) -> int:
+def _to_bytes(argument: str, mib: object) -> int:
     if isinstance(mib, bool) or not isinstance(mib, int | float) or not mib >= 0:
         raise ArgumentError(
             f"{argument} must be a size in MiB, got {mib!r}. Leave it out for the default of "

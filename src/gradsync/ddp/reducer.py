@@ -17,22 +17,24 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.profiler import record_function
 from torch.nn import Parameter
 
 from gradsync.ddp import messages
 from gradsync.ddp.autograd import EndOfBackward, GradientWatch, watch_outputs
-from gradsync.ddp.bucket import Bucket, Slot, SparseBucket
-from gradsync.ddp.collectives import Work, all_gather, all_reduce, broadcast, is_foreign, wait
+from gradsync.ddp.bucket import Bucket, Slot, make_buckets
+from gradsync.ddp.collectives import all_reduce, broadcast, is_foreign, wait
 from gradsync.ddp.plan import BucketCaps, Item, Plan, initial_plan, make_plan
-from gradsync.ddp.trailer import (
+from gradsync.ddp.rollcall import (
     Incident,
+    RollCall,
     Statement,
     has_incident,
     trailer_size,
-    usage,
     usage_counts,
     write_trailer,
 )
+from gradsync.ddp.usage import Unreached, find_unreached, settle_unused, used_here
 from gradsync.errors import GraphChangedError, PeerStepError, ReadyTwiceError, StateError
 
 
@@ -83,22 +85,23 @@ class Reducer:
         self.step = 0  # reductions begun
         self.buckets_reduced = 0  # in the last step
         self.has_rebuilt = False
-        self.graph_is_static = True  # so far the same parameters were used in every step
+        self.graph_is_static = True  # so far every step used the same parameters
         self.last_error: str | None = None
-        self.arrivals: list[Slot] = []  # of this step, in the order of their gradients
+        self._device = self.slots[0].param.device
+        # of this step
+        self._arrivals: list[Slot] = []  # in the order of their gradients
         self._next = 0  # the next bucket to launch
-        self._order: list[int] | None = None  # of the first step's gradients
-        self._unused_before: tuple[int, ...] | None = None
-        self._used_anywhere: list[bool] | None = None  # under a static graph, after its first step
-        self._stale: list[tuple[Slot, Tensor]] = []
-        self._frozen: list[Slot] = []
-        self._unused: list[Slot] = []
+        self._unreached = Unreached()
         self._incidents = Incident(0)
+        self._roll_call: RollCall | None = None
+        # from step to step
         self._forwards = 0  # since the last reduction
-        self._forward_failed = False
-        self._outputs_seen = False
-        self._deferred: Exception | None = None
-        self._roll: tuple[list[Tensor], Work] | None = None  # a roll call under way
+        self._outputs_seen = False  # of the last forward that armed us
+        self._order: list[int] | None = None  # of the first step's gradients, for the rebuild
+        self._used_anywhere: list[bool] | None = None  # what a static graph uses, once known
+        self._unused_before: list[Slot] | None = None
+        self._frozen: list[Slot] = []
+        self._deferred: Exception | None = None  # for the next forward to raise
         self.set_group(group)
         self._install(initial_plan(self._items(), self.caps.initial))
         self._watches = [GradientWatch(slot.param, self._hook(slot)) for slot in self.slots]
@@ -107,6 +110,7 @@ class Reducer:
 
     @property
     def caps(self) -> BucketCaps:
+        """How large buckets may grow."""
         return self.options.caps(self._will_rebuild)
 
     @property
@@ -118,8 +122,12 @@ class Reducer:
         """Is this the first step of a static graph, in which its shape is recorded?"""
         return self.static_graph and self._used_anywhere is None
 
+    @property
+    def _tail(self) -> Tensor:
+        return self.buckets[-1].tail
+
     def set_group(self, group: dist.ProcessGroup) -> None:
-        """Reduce over ``group`` from now on; what was learned of the order is forgotten."""
+        """Reduce over ``group`` from now on."""
         self.group = group
         self.world = group.size()
         self.rank = group.rank()
@@ -128,7 +136,7 @@ class Reducer:
 
     def reset(self) -> None:
         """Start anew, as after construction: the step under way, if any, is forgotten."""
-        self.phase = Phase.IDLE
+        self._end_step()
         self.has_rebuilt = False
         self._order = None
         self._deferred = None
@@ -138,12 +146,14 @@ class Reducer:
         self._install(initial_plan(self._items(), self.caps.initial))
 
     def set_static_graph(self) -> None:
+        """Take the promise that all steps will be alike."""
         if self.step > 0:
             raise self.failed(StateError(messages.STATIC_GRAPH_TOO_LATE))
         self.static_graph = True
         self._install(initial_plan(self._items(), self.caps.initial))
 
     def remove_hooks(self) -> None:
+        """Let go of the parameters: no gradient is noticed from now on."""
         for watch in self._watches:
             watch.remove()
         self._watches = []
@@ -159,37 +169,18 @@ class Reducer:
         ]
 
     def _install(self, plan: Plan) -> None:
-        """Make the buckets of ``plan``; the last one has the trailer."""
-        dense, sparse = [], []
-        for indices in plan:
-            slots = [self.slots[index] for index in indices]
-            if slots[0].sparse:
-                sparse.append((len(dense), slots))
-            else:
-                dense.append(slots)
-        extra = trailer_size(len(self.slots), with_usage=self._learning or self.options.find_unused)
-        if not dense:
-            dense.append([])
-        self.buckets: list[Bucket] = []
-        for position, slots in enumerate(dense):
-            last = position == len(dense) - 1
-            # A sparse bucket behind the last dense one goes before it: see [Note: the trailer].
-            self.buckets.extend(
-                SparseBucket(each)
-                for at, (each,) in sparse
-                if at == position or (last and at > position)
-            )
-            like = slots[0].param if slots else self.slots[0].param
-            self.buckets.append(Bucket(slots, like, extra=extra if last else 0))
-        for index, bucket in enumerate(self.buckets):
-            bucket.index = index
-        self._arm_buckets()
+        with_usage = self._learning or self.options.find_unused
+        self.buckets = make_buckets(
+            plan, self.slots, extra=trailer_size(len(self.slots), with_usage=with_usage)
+        )
+        self._arm()
 
-    def _arm_buckets(self) -> None:
-        self._next = 0
-        for slot in self.arrivals:
+    def _arm(self) -> None:
+        """Wait for the gradients of a new step."""
+        for slot in self._arrivals:
             slot.fires = 0
-        self.arrivals = []
+        self._arrivals = []
+        self._next = 0
         for bucket in self.buckets:
             bucket.arm()
 
@@ -199,7 +190,8 @@ class Reducer:
         """Before a forward whose gradients will be reduced."""
         if self.phase is Phase.BACKWARD:
             raise self.failed(StateError(messages.FORWARD_IN_BACKWARD))
-        self._settle()
+        if self.phase is Phase.ABANDONED:
+            self._settle()
         if self._deferred is not None:
             error, self._deferred = self._deferred, None
             raise self.failed(error)
@@ -210,8 +202,8 @@ class Reducer:
         self._forwards += 1
 
     def forward_failed(self) -> None:
-        """A synchronising forward raised: if only here, the ranks are out of step now."""
-        self._forward_failed = True
+        """A forward raised. If no other rank's did, the ranks are out of step now."""
+        self._incidents |= Incident.FORWARD_FAILED
 
     def prepare(self, outputs: object) -> None:
         """After a forward whose gradients will be reduced: the next backward is ours."""
@@ -219,19 +211,20 @@ class Reducer:
         self.phase = Phase.ARMED
 
     def disarm(self) -> None:
-        """After a forward whose gradients stay local: only a backward through the outputs of
-        an earlier forward is reduced."""
+        """After a forward whose gradients stay local.
+
+        A backward through the outputs of an earlier forward is still reduced.
+        """
         if self.phase is Phase.ARMED and self._outputs_seen:
             self.phase = Phase.IDLE
 
     def rebuild(self) -> bool:
-        """Replan in the order of rank 0's first backward; does nothing if that is not due."""
+        """Replan in the order of rank 0's first backward; False if that is not due."""
         if self._order is None:
             return False
-        order = self._order
-        self._order = None
+        order, self._order = self._order, None
         if not self._alone:
-            shared = torch.tensor(order, dtype=torch.int64, device=self.slots[0].param.device)
+            shared = torch.tensor(order, dtype=torch.int64, device=self._device)
             work = broadcast(self.group, shared, 0)
             wait(work, self.group, lambda: "the broadcast of rank 0's order of gradients")
             order = shared.tolist()
@@ -240,28 +233,29 @@ class Reducer:
         return True
 
     def _thaw(self) -> None:
+        """Wait again for parameters that were frozen and require gradients now."""
         for slot in self._frozen:
-            if slot.param.requires_grad:
-                slot.due = 1
+            slot.due = int(slot.param.requires_grad)
         self._frozen = [slot for slot in self._frozen if not slot.due]
-        self._arm_buckets()
+        self._arm()
 
     # ---------------------------------------------------------------- backward
 
     def _hook(self, slot: Slot) -> Callable[[object, object], None]:
+        """What runs for every gradient of every step: keep it short."""
         reducer, backward = self, Phase.BACKWARD
 
         def mark_ready(_inputs: object, _outputs: object) -> None:
-            if reducer.phase is not backward and not reducer._begin_by(slot):
+            if reducer.phase is not backward and not reducer._begins_with(slot):
                 return
-            reducer.arrivals.append(slot)
+            reducer._arrivals.append(slot)
             slot.fires = fires = slot.fires + 1
             if fires != slot.due:
                 reducer._fired_otherwise(slot)
                 return
             bucket = slot.bucket
             bucket.pending -= 1
-            if not bucket.pending and bucket.index == reducer._next:
+            if not bucket.pending:
                 reducer._launch_full()
 
         return mark_ready
@@ -272,13 +266,13 @@ class Reducer:
         if self.phase is Phase.IDLE or self.phase is Phase.ARMED:
             self._begin()
 
-    def _begin_by(self, slot: Slot) -> bool:
+    def _begins_with(self, slot: Slot) -> bool:
         """A gradient came outside a reduction: does it begin one?"""
-        if self.phase is not Phase.ARMED:
-            slot.used_unsynced = True
-            return False
-        self._begin()
-        return True
+        if self.phase is Phase.ARMED:
+            self._begin()
+            return True
+        slot.used_unsynced = True
+        return False
 
     def _begin(self) -> None:
         self.phase = Phase.BACKWARD
@@ -286,8 +280,8 @@ class Reducer:
         EndOfBackward.schedule(self.finalize, self._abandon)
 
     def _fired_otherwise(self, slot: Slot) -> None:
-        """A slot fired, and not for the time that makes it ready."""
-        if self._learning or 0 < slot.fires < slot.due:
+        """A slot fired, and it is not the time that makes it ready."""
+        if self._learning or slot.fires < slot.due:
             return
         if self.static_graph:
             self._deferred = self._graph_changed()
@@ -295,42 +289,28 @@ class Reducer:
         raise self.failed(ReadyTwiceError(messages.ready_twice(self.rank, slot)))
 
     def _launch_full(self) -> None:
+        """Launch the buckets that are full, up to the first that is not."""
         if self._learning:
-            return  # a parameter may fire again
+            return  # any gradient may come a second time
         buckets = self.buckets
         while self._next < len(buckets) and not buckets[self._next].pending:
             self._launch(buckets[self._next])
 
     def _launch(self, bucket: Bucket) -> None:
-        """Pack and reduce the next bucket."""
         self._next += 1
-        as_views = self.options.as_views
         if self._alone:
-            if as_views:
+            if self.options.as_views:
                 bucket.pack(1.0, as_views=True)
             return
-        if torch.is_grad_enabled():  # under create_graph=True
-            with torch.no_grad():
-                bucket.pack(self._scale, as_views=as_views)
-        else:
-            bucket.pack(self._scale, as_views=as_views)
+        with torch.no_grad():  # under create_graph=True gradients have a graph
+            bucket.pack(self._scale, as_views=self.options.as_views)
+        self._send(bucket)
+
+    def _send(self, bucket: Bucket) -> None:
         if bucket.extra:
-            self._write_trailer(bucket)
+            used = used_here(self.slots, self.buckets) if bucket.extra > 1 else None
+            write_trailer(bucket.tail, incident=bool(self._incidents), used=used)
         bucket.work = all_reduce(self.group, bucket.payload)
-
-    def _write_trailer(self, bucket: Bucket) -> None:
-        if self._forward_failed:
-            self._incidents |= Incident.FORWARD_FAILED
-        used = self._used_here() if bucket.extra > 1 else None
-        write_trailer(bucket.tail, incident=bool(self._incidents), used=used)
-
-    def _used_here(self) -> list[bool]:
-        """For each parameter, whether this rank has a gradient that is not reduced yet."""
-        used = [slot.fires > 0 or slot.used_unsynced for slot in self.slots]
-        for bucket in self.buckets:
-            for slot in bucket.missing:
-                used[slot.index] = False
-        return used
 
     def _abandon(self) -> None:
         """The backward raised. Peers wait for our buckets: send zeros, and say so."""
@@ -339,16 +319,23 @@ class Reducer:
             return
         self._incidents |= Incident.ABANDONED
         try:
-            with torch.no_grad():
-                for bucket in self.buckets[self._next :]:
-                    bucket.zero()
-                    if bucket.extra:
-                        self._write_trailer(bucket)
-                    bucket.work = all_reduce(self.group, bucket.payload)
-                self._next = len(self.buckets)
-                self._call_roll()
-        except RuntimeError as error:  # nobody to raise it to: we are in the engine's clean-up
+            for bucket in self.buckets[self._next :]:
+                bucket.zero()
+                self._send(bucket)
+            self._roll_call = self._call_roll()
+        except RuntimeError as error:  # nobody to raise it to: the engine is cleaning up
             self._deferred = error
+
+    def _settle(self) -> None:
+        """Wait for what an abandoned backward has left under way."""
+        try:
+            for bucket in self.buckets:
+                if bucket.work is not None:
+                    wait(bucket.work, self.group, partial(self._describe, bucket))
+            if self._roll_call is not None:
+                self._roll_call.wait()
+        finally:
+            self._end_step()
 
     # ---------------------------------------------------------------- end of backward
 
@@ -356,175 +343,134 @@ class Reducer:
         """All gradients of this backward are there: reduce what is left and write back."""
         self.phase = Phase.FINALIZE
         try:
-            if self.arrivals or self.options.find_unused or self.static_graph:
+            # With no gradient at all the backward was not about our parameters, unless that
+            # is allowed and other ranks wait for our zeros.
+            if self._arrivals or self.options.find_unused or self.static_graph:
                 with torch.no_grad():
                     self._finish_step()
         finally:
             self._end_step()
 
     def _finish_step(self) -> None:
-        if self._next < len(self.buckets):
-            self._look_for_unused()
-            self._launch_rest()
-        self._watch_usage()
+        if self.options.find_unused or self._next < len(self.buckets):
+            with record_function("search_unused_parameters"):
+                self._look_for_unused()
+        for bucket in self.buckets[self._next :]:
+            self._launch_late(bucket)
         launched = [bucket for bucket in self.buckets if bucket.work is not None]
         for bucket in launched:
             wait(bucket.work, self.group, partial(self._describe, bucket))
             bucket.unpack()
         self.buckets_reduced = len(launched)
-        statements = None
-        if self._alone:
-            if self._incidents:
-                statements = [self._statement()]
-        elif has_incident(self.buckets[-1].tail):
-            statements = self._roll_call()
-        self._settle_unused(statements)
-        if statements is not None:
-            self._judge(statements)
-        if self._learning:
-            self._learn()
-        elif self._will_rebuild and not self.has_rebuilt:
-            self._order = self._observed_order()
+        statements = self._hear_statements()
+        if self._unreached.stale or any(bucket.missing for bucket in self.buckets):
+            settle_unused(
+                self.buckets,
+                self._unreached.stale,
+                self._usage(statements),
+                as_views=self.options.as_views,
+            )
+        self._remember()
+        self._judge(statements)
 
     def _look_for_unused(self) -> None:
-        """Sort out the slots that this backward has not reached."""
-        for slot in self.slots:
-            if slot.fires >= slot.due and slot.fires:
-                continue
-            if not slot.param.requires_grad:
-                if slot.due and not self.static_graph:
-                    slot.due = 0
-                    self._frozen.append(slot)
-            elif slot.fires < slot.due and not slot.used_unsynced:
-                self._unused.append(slot)
-            if slot.param.grad is not None and not slot.used_unsynced and not slot.fires:
-                self._stale.append((slot, slot.param.grad.detach().clone()))
-        if self._unused and not self.options.find_unused and not self._learning:
+        self._unreached = found = find_unreached(self.slots)
+        if not self.static_graph:
+            for slot in found.frozen:
+                slot.due = 0
+            self._frozen = found.frozen
+        if found.unused and not self.options.find_unused and not self._learning:
             self._incidents |= Incident.UNUSED
 
-    def _watch_usage(self) -> None:
-        unused = tuple(slot.index for slot in self._unused)
+    def _launch_late(self, bucket: Bucket) -> None:
+        """At the end of the backward: with what is there."""
+        reached = any(slot.fires or slot.used_unsynced for slot in bucket.slots)
+        if self.options.skip_unused and not reached and not bucket.extra:
+            self._next += 1
+        else:
+            self._launch(bucket)
+
+    def _hear_statements(self) -> list[Statement]:
+        """What the ranks say, if any of them has something to report."""
+        if self._alone:
+            return [self._statement()] if self._incidents else []
+        return self._call_roll().wait() if has_incident(self._tail) else []
+
+    def _usage(self, statements: Sequence[Statement]) -> list[bool]:
+        """For each parameter, whether any rank used it in this step."""
+        if self._alone:
+            return used_here(self.slots, self.buckets)
+        if self.buckets[-1].extra > 1:
+            return [count > 0 for count in usage_counts(self._tail).tolist()]
+        if statements:
+            return [any(flags) for flags in zip(*(s.used for s in statements), strict=True)]
+        return self._used_anywhere or used_here(self.slots, self.buckets)
+
+    def _remember(self) -> None:
+        """Keep what later steps need to know of this one."""
+        unused = self._unreached.unused
         if self._unused_before is not None and unused != self._unused_before:
             self.graph_is_static = False
         self._unused_before = unused
+        if self._learning:
+            self._used_anywhere = self._usage([])
+            self._order = self._observed_order()
+            for slot in self.slots:
+                slot.due = slot.fires
+        elif self._will_rebuild and not self.has_rebuilt:
+            self._order = self._observed_order()
 
-    def _launch_rest(self) -> None:
-        for bucket in self.buckets[self._next :]:
-            if self.options.skip_unused and bucket.slots and not bucket.extra:
-                if not any(slot.fires or slot.used_unsynced for slot in bucket.slots):
-                    self._next += 1
-                    continue
-            self._launch(bucket)
+    def _observed_order(self) -> list[int]:
+        """In the order in which gradients were complete; those that never were come last."""
+        last = {slot.index: at for at, slot in enumerate(self._arrivals)}
+        return sorted(range(len(self.slots)), key=lambda i: last.get(i, len(self._arrivals)))
 
-    def _settle_unused(self, statements: list[Statement] | None) -> None:
-        """Gradients that this rank had not: those used elsewhere are set, the others kept."""
-        missing = [slot for bucket in self.buckets for slot in bucket.missing]
-        if not missing and not self._stale:
-            return
-        used = self._usage(statements)
-        for slot in missing:
-            if used[slot.index]:
-                slot.bucket.give(slot, as_view=self.options.as_views)
-        for slot, saved in self._stale:
-            if not used[slot.index] and slot.param.grad is not None:
-                slot.param.grad.copy_(saved)
-
-    def _usage(self, statements: list[Statement] | None) -> list[bool]:
-        """For each parameter, whether any rank used it in this step."""
-        if self._alone:
-            return self._used_here()
-        if self.buckets[-1].extra > 1:
-            return usage(self.buckets[-1].tail)
-        if statements is not None:
-            return [any(flags) for flags in zip(*(s.used for s in statements), strict=True)]
-        if self._used_anywhere is not None:
-            return self._used_anywhere
-        return [False] * len(self.slots)  # frozen ones are missing everywhere
-
-    def _judge(self, statements: list[Statement]) -> None:
-        """Somebody has something to report: raise what all ranks raise."""
+    def _judge(self, statements: Sequence[Statement]) -> None:
+        """Raise, now or at the next forward, what all ranks raise."""
         gone = [r for r, s in enumerate(statements) if s.incidents & Incident.ABANDONED]
         if gone:
             raise self.failed(PeerStepError(messages.abandoned(self.rank, self.step, gone)))
         failed = [r for r, s in enumerate(statements) if s.incidents & Incident.FORWARD_FAILED]
         if failed and len({s.forwards for s in statements}) > 1:
             raise self.failed(PeerStepError(messages.out_of_step(self.rank, self.step, failed)))
-        if any(s.incidents & Incident.UNUSED for s in statements):
-            self._deferred = (
-                self._graph_changed() if self.static_graph else self._unused_error(statements)
-            )
-
-    def _unused_error(self, statements: list[Statement]) -> Exception:
-        unused = {
-            slot: [rank for rank, said in enumerate(statements) if not said.used[slot.index]]
-            for slot in self.slots
-            if slot.param.requires_grad and not all(s.used[slot.index] for s in statements)
-        }
-        return messages.unused_parameters(self.rank, self.step, unused)
+        if not any(s.incidents & Incident.UNUSED for s in statements):
+            return
+        if self.static_graph:
+            self._deferred = self._graph_changed()
+        else:
+            left_out = {
+                slot: [r for r, said in enumerate(statements) if not said.used[slot.index]]
+                for slot in self.slots
+                if slot.param.requires_grad
+            }
+            self._deferred = messages.unused_parameters(self.rank, self.step, left_out)
 
     def _graph_changed(self) -> Exception:
-        return messages.graph_changed(
-            self.rank, [slot for slot in self.slots if slot.fires < slot.due]
-        )
-
-    def _learn(self) -> None:
-        """The first step of a static graph is over: its shape holds for all further ones."""
-        self._used_anywhere = self._usage(None)
-        self._order = self._observed_order()
-        for slot in self.slots:
-            slot.due = slot.fires
-
-    def _observed_order(self) -> list[int]:
-        """In the order in which gradients became complete; those that never did come last."""
-        last = {slot.index: at for at, slot in enumerate(self.arrivals)}
-        return sorted(range(len(self.slots)), key=lambda i: last.get(i, len(self.arrivals)))
+        lacking = [slot for slot in self.slots if slot.fires < slot.due]
+        return messages.graph_changed(self.rank, lacking)
 
     def _end_step(self) -> None:
         for slot in self.slots:
             slot.used_unsynced = False
-        self._unused = []
-        self._stale = []
-        self._roll = None
+        self._unreached = Unreached()
         self._incidents = Incident(0)
-        self._forward_failed = False
+        self._roll_call = None
         self._forwards = 0
         self.phase = Phase.IDLE
-        self._arm_buckets()
+        self._arm()
 
-    def _settle(self) -> None:
-        """Wait for what an abandoned backward has left under way."""
-        if self.phase is not Phase.ABANDONED:
-            return
-        try:
-            for bucket in self.buckets:
-                if bucket.work is not None:
-                    wait(bucket.work, self.group, partial(self._describe, bucket))
-            if self._roll is not None:
-                wait(self._roll[1], self.group, lambda: f"the roll call of step {self.step}")
-        finally:
-            self._end_step()
-
-    # ---------------------------------------------------------------- what ranks say
+    # ---------------------------------------------------------------- what is told
 
     def _statement(self) -> Statement:
-        return Statement(self._incidents, self._forwards, self._used_here())
+        return Statement(self._incidents, self._forwards, used_here(self.slots, self.buckets))
 
-    def _call_roll(self) -> None:
-        self._roll = all_gather(self.group, self._statement().encode(self.slots[0].param.device))
-
-    def _roll_call(self) -> list[Statement]:
-        self._call_roll()
-        assert self._roll is not None
-        answers, work = self._roll
-        wait(work, self.group, lambda: f"step {self.step}: the roll call after an incident")
-        return [Statement.decode(answer) for answer in answers]
+    def _call_roll(self) -> RollCall:
+        return RollCall(self.group, self._device, self._statement(), self.step)
 
     def _describe(self, bucket: Bucket) -> str:
-        names = [slot.name for slot in bucket.slots] or ["nothing but the trailer"]
-        span = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
         return (
             f"step {self.step}: the reduction of bucket {bucket.index} of {len(self.buckets)} "
-            f"({span})"
+            f"({bucket.describe()})"
         )
 
     def failed(self, error: Exception) -> Exception:
@@ -532,15 +478,19 @@ class Reducer:
         self.last_error = f"{type(error).__name__}: {error}"
         return error
 
-    def usage_counts(self) -> Tensor:
-        """How many ranks used each parameter in the last step, where that is looked for."""
-        if self.buckets[-1].extra > 1 and not self._alone:
-            return usage_counts(self.buckets[-1].tail)
-        return torch.zeros(len(self.slots), dtype=torch.int32)
-
     def check_finalized(self) -> None:
-        """Raise if the last backward is not reduced."""
+        """Raise if the last backward was not reduced."""
         if self._deferred is not None:
             raise self.failed(self._deferred)
         if self.phase in (Phase.BACKWARD, Phase.ABANDONED):
             raise self.failed(StateError(messages.NOT_FINALIZED))
+
+    def _get_local_used_map(self) -> Tensor:
+        """For torch's callers: how many ranks used each parameter, where that is looked for."""
+        if self.buckets[-1].extra > 1 and not self._alone:
+            return usage_counts(self._tail)
+        return torch.zeros(len(self.slots), dtype=torch.int32)
+
+    def _ddp_graph_static(self) -> bool:
+        """For torch's callers: did every step so far use the same parameters?"""
+        return self.graph_is_static

@@ -19,21 +19,20 @@ from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_group, _rank_not_in_group
 from torch.distributed.utils import _to_kwargs
-from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 from torch.nn.parameter import Parameter
 
 from gradsync.ddp import arguments
 from gradsync.ddp.autograd import in_backward
-from gradsync.ddp.buffers import list_buffers, named_buffers, sync_buffers
+from gradsync.ddp.buffers import sync_buffers
 from gradsync.ddp.collectives import broadcast_coalesced
-from gradsync.ddp.logging_data import logging_data
 from gradsync.ddp.plan import BucketCaps, bucket_caps
 from gradsync.ddp.reducer import Phase, Reducer, ReducerOptions
+from gradsync.ddp.surface import TorchSurface
 from gradsync.ddp.verify import verify_same_model
 from gradsync.errors import ArgumentError, StateError
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(TorchSurface):
     """Replicates a module over processes and averages the gradients while backward runs.
 
     It takes the place of ``torch.nn.parallel.DistributedDataParallel``: the same arguments, the
@@ -188,43 +187,6 @@ class DistributedDataParallel(nn.Module):
                 },
             )
 
-    def _managed_parameters(self) -> list[tuple[str, Parameter]]:
-        """Parameters that DDP looks after, each once, under its first name not ignored."""
-        found: dict[Parameter, str] = {}
-        for name, param in self.module.named_parameters(remove_duplicate=False):
-            if name not in self.parameters_to_ignore:
-                found.setdefault(param, name)
-        return [(name, param) for param, name in found.items()]
-
-    def _build_params_for_reducer(self) -> tuple[list[Parameter], list[bool]]:
-        """The parameters to reduce, and for each whether its gradient will be sparse."""
-        sparse = {
-            param
-            for submodule in self.module.modules()
-            if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse
-            for param in submodule.parameters(recurse=False)
-        }
-        parameters = [p for _, p in self._managed_parameters() if p.requires_grad]
-        return parameters, [param in sparse for param in parameters]
-
-    def _build_debug_param_to_name_mapping(self, parameters: Sequence[Parameter]) -> dict[int, str]:
-        """The name of each of ``parameters``, which must be all that are reduced."""
-        index_of = {param: index for index, param in enumerate(parameters)}
-        names = {}
-        for name, param in self._managed_parameters():
-            if param.requires_grad:
-                if param not in index_of:
-                    raise ArgumentError(
-                        f"Param with name {name} found in module parameters, but not DDP parameters."
-                    )
-                names[index_of[param]] = name
-        if len(names) != len(index_of):
-            raise ArgumentError(
-                "Expected param to name mapping to cover all parameters, but got conflicting "
-                f"lengths: {len(index_of)} vs {len(names)}."
-            )
-        return names
-
     def _sync_module_states(self, source: int, *, with_buffers: bool) -> None:
         tensors: list[Tensor] = [param for _, param in self._managed_parameters()]
         if with_buffers:
@@ -335,24 +297,6 @@ class DistributedDataParallel(nn.Module):
 
     # ---------------------------------------------------------------- buffers
 
-    @property
-    def broadcast_buffers(self) -> bool:
-        """torch's old name of ``forward_sync_buffers``."""
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
-
-    @property
-    def modules_buffers(self) -> list[Tensor]:
-        """The buffers that are kept equal; programs may replace them, so they are listed anew."""
-        return list_buffers(self.module, self.parameters_to_ignore)
-
-    @property
-    def named_module_buffers(self) -> dict[str, Tensor]:
-        return named_buffers(self.module, self.parameters_to_ignore)
-
     def will_sync_module_buffers(self) -> bool:
         """Will the next forward set the buffers to rank 0's?
 
@@ -397,9 +341,9 @@ class DistributedDataParallel(nn.Module):
     def _check_default_group(self) -> None:
         if not dist.is_initialized() or self.process_group != _get_default_group():
             raise StateError(
-                "DDP Pickling/Unpickling are only supported when using DDP with the default process "
-                "group. That is, when you have called init_process_group and have not passed "
-                "process_group argument to DDP constructor"
+                "DDP Pickling/Unpickling are only supported when using DDP with the default "
+                "process group. That is, when you have called init_process_group and have not "
+                "passed process_group argument to DDP constructor"
             )
 
     def train(self, mode: bool = True) -> Self:
@@ -434,76 +378,6 @@ class DistributedDataParallel(nn.Module):
         if not _rank_not_in_group(new_process_group):
             self.process_group = new_process_group
             self.reducer.set_group(new_process_group)
-
-    def _remove_autograd_hooks(self) -> None:
-        """Let go of the module's parameters: no backward is reduced from now on."""
-        self._unhook()
-
-    def _check_reducer_finalized(self) -> None:
-        """Raise if the last backward was not reduced."""
-        self.reducer.check_finalized()
-
-    def _set_ddp_sink_clone(self, val: bool) -> None:
-        """For torch's sake: outputs are passed on as they are, never cloned."""
-        self._ddp_sink_clone = val
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Facts about this object under the names that torch's logging data has."""
-        return logging_data(self)
-
-    # ---------------------------------------------------------------- for torch's callers
-
-    @property
-    def bucket_bytes_cap(self) -> int:
-        return self.reducer.caps.cap_bytes
-
-    @property
-    def bucket_bytes_cap_list(self) -> list[int]:
-        return list(self.reducer.caps.caps_given)
-
-    @property
-    def _has_rebuilt_buckets(self) -> bool:
-        return self.reducer.has_rebuilt
-
-    @property
-    def _module_parameters(self) -> list[Parameter]:
-        return [param for _, param in self._managed_parameters()]
-
-    @property
-    def _distributed_rank(self) -> int:
-        return self.process_group.rank()
-
-    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[int]) -> Any:
-        """torch's helper: split inputs along ``dim`` over devices."""
-        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
-
-    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
-        """torch's helper: move inputs to a device."""
-        device = torch.device(self.device_type, device_id)
-        return _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
-
-    def gather(self, outputs: Any, output_device: int) -> Any:
-        """torch's helper: join outputs along ``dim`` on a device."""
-        return gather(outputs, output_device, dim=self.dim)
-
-    @staticmethod
-    def _get_data_parallel_params(
-        module: nn.Module, named_params: bool = False
-    ) -> Iterator[Parameter | tuple[str, Parameter]]:
-        """The parameters of ``module`` that are not marked as ignored."""
-        for name, param in module.named_parameters():
-            if not hasattr(param, "_ddp_ignored"):
-                yield (name, param) if named_params else param
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
-    ) -> None:
-        """Before wrapping: parameters and buffers, by full name, for DDP to leave alone."""
-        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if name in params_and_buffers_to_ignore:
-                tensor._ddp_ignored = True  # type: ignore[attr-defined]
 
 
 def _caps(cap_mb: float | None, cap_mb_list: tuple[float, ...], will_rebuild: bool) -> BucketCaps:
