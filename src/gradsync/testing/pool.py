@@ -43,7 +43,7 @@ class WorkerPool:
 
     >>> def total(rank, world):
     ...     import torch
-    ...     from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    ...     import torch.distributed as dist
     ...     tensor = torch.tensor([float(rank)])
     ...     dist.all_reduce(tensor)
     ...     return tensor.item()
