@@ -332,6 +332,22 @@ class TestHangsAndDeaths:
         wait_until_gone([pool.pids()[1]])
         assert works(pool)
 
+    def test_an_interrupted_run_leaves_no_worker_at_work(self, pool: WorkerPool) -> None:
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        assert pool.run(lambda rank, world: rank, ranks=1) == [0]
+        pid = pool.pids()[0]
+        previous = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                pool.run(lambda rank, world: time.sleep(60), ranks=1, backend=None)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, previous)
+        assert wait_until_gone([pid]) == []
+
 
 class TestLife:
     def test_close_ends_every_process_and_a_closed_pool_says_so(self) -> None:
