@@ -55,4 +55,5 @@ def _segments() -> set[str]:
 
 
 def _has_living_maker(name: str) -> bool:
-    return any(Path("/proc", number).exists() for number in re.findall(r"\d+", name))
+    number = re.search(r"\d+", name)
+    return number is not None and Path("/proc", number.group()).exists()
