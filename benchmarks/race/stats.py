@@ -9,7 +9,8 @@ workload, not the luckier of the two in each round.
 The spread is the distribution-free 95 % confidence interval of the median: two order statistics,
 chosen by the binomial law (for 9 rounds the 2nd and the 8th value). It needs no resampling
 and no random seed, and for a handful of rounds it is more honest than a bootstrap. Fewer than 6
-rounds cannot carry 95 %, and then the verdict says so.
+rounds cannot carry 95 %, and then the verdict says so. It also says so when the spread
+is wider than `NOISY`: "as fast" is a finding, and a busy machine must not be able to produce it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from math import comb
 from statistics import median
 
 CONFIDENCE = 0.95
+NOISY = 1.2  # high / low of a spread from which "as fast" does not follow
 IDEAL = "local"
 REFERENCES = ("torch", "torch-tuned")
 CHALLENGER_PREFIX = "gradsync"
@@ -27,6 +29,7 @@ CHALLENGER_PREFIX = "gradsync"
 FASTER = "faster"
 AS_FAST = "as fast (within the spread)"
 SLOWER = "slower"
+TOO_NOISY = "too noisy to tell"
 TOO_FEW = "too few rounds to tell"
 
 Times = Mapping[str, Sequence[float]]
@@ -124,7 +127,7 @@ def verdict(spread: Interval, confidence: float = CONFIDENCE) -> str:
         return FASTER
     if spread.high < 1.0:
         return SLOWER
-    return AS_FAST
+    return AS_FAST if spread.high <= NOISY * spread.low else TOO_NOISY
 
 
 def _coverage(n: int, trim: int) -> float:

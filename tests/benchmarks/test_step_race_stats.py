@@ -43,10 +43,17 @@ def test_ratio_is_against_the_torch_variant_with_the_lower_median() -> None:
 
 
 def test_ratios_on_both_sides_of_one_are_within_the_spread() -> None:
-    times = {"torch": [1.0] * 7, "gradsync": [0.9, 1.1, 0.95, 1.05, 1.0, 0.98, 1.02]}
+    times = {"torch": [1.0] * 7, "gradsync": [0.94, 1.06, 0.95, 1.05, 1.0, 0.98, 1.02]}
     ratio = rows(times)["gradsync"].ratio
     assert ratio is not None
     assert ratio.verdict == stats.AS_FAST
+
+
+def test_a_wide_spread_around_one_is_no_finding() -> None:
+    times = {"torch": [1.0] * 7, "gradsync": [0.6, 2.0, 1.8, 1.7, 1.9, 1.5, 0.9]}
+    ratio = rows(times)["gradsync"].ratio
+    assert ratio is not None
+    assert ratio.verdict == stats.TOO_NOISY
 
 
 def test_only_gradsync_contenders_get_a_ratio() -> None:
