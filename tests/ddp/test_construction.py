@@ -214,7 +214,7 @@ class TestWrongArguments:
                     found[case] = "nothing was raised"
                 except Exception as error:
                     found[case] = error.with_traceback(None)
-                assert count() == 0, f"{case}: a collective came before the error"
+                    assert count() == 0, f"{case}: a collective came before the error"
             return found
 
         [found] = pool.run(run, ranks=1, timeout=LIMIT)

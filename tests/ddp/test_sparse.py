@@ -208,8 +208,9 @@ class TestWrong:
             assert "table.weight" in text
             assert "sparse" in text
 
+    @pytest.mark.parametrize("static", [False, True])  # sent in backward, and at its end
     def test_a_dense_gradient_on_one_rank_only_does_not_hang_the_other(
-        self, pool: WorkerPool
+        self, pool: WorkerPool, static: bool
     ) -> None:
         class Tied(Words):
             def forward(self, x: Tensor, tie: bool) -> Tensor:
@@ -217,7 +218,7 @@ class TestWrong:
                 return out + self.table.weight.sum() if tie else out
 
         def run(rank: int, world: int) -> str:
-            ddp = OurDDP(Tied())
+            ddp = OurDDP(Tied(), static_graph=static)
             error = caught(lambda: loss(ddp, words(rank), rank == 1).backward(), RuntimeError)
             assert isinstance(error, GradsyncError), repr(error)
             ddp.zero_grad()
@@ -225,6 +226,6 @@ class TestWrong:
             assert_equal_on_all_ranks(p.grad for p in ddp.parameters())
             return str(error)
 
-        texts = pool.run(run, timeout=LIMIT)
+        texts = pool.run(run, timeout=LIMIT, group_timeout=10)
         assert "rank 1" in texts[0]
         assert "table.weight" in texts[1]

@@ -5,14 +5,14 @@ change in this file.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.distributed import rpc
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 RPC_AVAILABLE = rpc.is_available()
 if RPC_AVAILABLE:
@@ -20,6 +20,7 @@ if RPC_AVAILABLE:
 
 _engine = torch.autograd.Variable._execution_engine
 _graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+_will_execute: Callable[[Node], bool] = torch._C._will_engine_execute_node
 
 
 class GradientWatch:
@@ -42,40 +43,69 @@ class GradientWatch:
         self._node: Node = accumulate
         self._handle = self._node.register_hook(hook)
 
+    def will_fire(self) -> bool:
+        """Inside a backward pass: will it get to this parameter?"""
+        try:
+            return _will_execute(self._node)
+        except RuntimeError:  # autograd.grad with respect to it, which accumulates nothing
+            return False
+
     def remove(self) -> None:
         """Take the hook off."""
         self._handle.remove()
 
 
-def watch_outputs(outputs: object, hook: Callable[[Any], None]) -> bool:
-    """Run ``hook`` when a backward pass reaches ``outputs``; False if none can be seen.
+def watch_outputs(outputs: object, reached: Callable[[Node], None]) -> bool:
+    """Call ``reached`` when autograd comes to ``outputs``; False if none can be seen.
 
-    The hook runs in the outermost backward that goes through the outputs, before any
-    parameter behind them gets its gradient.
+    It is called in the outermost pass that goes through the outputs, before any parameter
+    behind them gets its gradient, with the node where the pass came in.
     """
     found = False
     for tensor in find_tensors(outputs):
-        if tensor.grad_fn is not None:
-            tensor.grad_fn.register_prehook(hook)
+        # A view that is changed in place gets a new node; that of its base stays in the graph.
+        base = tensor._base
+        node = tensor.grad_fn if base is None or base.grad_fn is None else base.grad_fn
+        if node is not None:
+            node.register_prehook(lambda _gradients, node=node: reached(node))
             found = True
     return found
 
 
-def find_tensors(value: object) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists, mappings, dataclasses and owned RRefs."""
+def accumulates(node: Node) -> bool:
+    """Is the pass that has come to ``node`` a backward, and not ``autograd.grad``?
+
+    A backward goes on to every leaf, ``autograd.grad`` only to those that it was asked for.
+    """
+    child: Node | None = node
+    while child is not None:
+        node = child
+        child = next((each for each, _ in node.next_functions if each is not None), None)
+    try:
+        return _will_execute(node)
+    except RuntimeError:
+        return False
+
+
+def find_tensors(value: object, depth: int = 8) -> Iterator[Tensor]:
+    """The tensors in nested containers, dataclasses, owned RRefs and attributes of objects."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from find_tensors(item)
+        return
+    items: Iterable[object] = ()
+    if isinstance(value, list | tuple):
+        items = value
     elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from find_tensors(item)
+        items = value.values()
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from find_tensors(getattr(value, field.name, None))
-    elif RPC_AVAILABLE and isinstance(value, RRef) and value.is_owner():
-        yield from find_tensors(value.local_value())
+        items = (getattr(value, field.name, None) for field in dataclasses.fields(value))
+    elif RPC_AVAILABLE and isinstance(value, RRef):
+        items = (value.local_value(),) if value.is_owner() else ()
+    elif hasattr(value, "__dict__") and not isinstance(value, type | Module):
+        items = vars(value).values()
+    if depth:
+        for item in items:
+            yield from find_tensors(item, depth - 1)
 
 
 class EndOfBackward:

@@ -22,7 +22,17 @@ class Slot:
     unused in a static graph) is due 0.
     """
 
-    __slots__ = ("bucket", "due", "fires", "index", "name", "param", "sparse", "used_unsynced")
+    __slots__ = (
+        "bucket",
+        "due",
+        "fires",
+        "frozen",
+        "index",
+        "name",
+        "param",
+        "sparse",
+        "used_unsynced",
+    )
 
     def __init__(self, index: int, name: str, param: Parameter, *, sparse: bool = False) -> None:
         self.index = index
@@ -31,6 +41,7 @@ class Slot:
         self.sparse = sparse
         self.fires = 0
         self.due = 1
+        self.frozen = False  # requires_grad was switched off: its .grad is left alone
         self.used_unsynced = False  # has a gradient from no_sync that is not reduced yet
         self.bucket: Bucket
 
@@ -55,6 +66,7 @@ class Bucket:
         self.extra = extra
         self.pending = 0
         self.work: Work = None
+        self.frozen = False  # has a frozen slot
         self.missing: list[Slot] = []  # had no gradient in this step, and sent zeros
         self.views: list[Tensor] = []
         self._storage: Tensor | None = None
@@ -90,6 +102,7 @@ class Bucket:
     def arm(self) -> None:
         """Wait for the gradients of a new step."""
         self.pending = sum(1 for slot in self.slots if slot.due)
+        self.frozen = any(slot.frozen for slot in self.slots)
         self.missing = []
         self.work = None
 
@@ -102,22 +115,29 @@ class Bucket:
         if self._storage is None:
             self._allocate()
         gradients = [param.grad for param in self.params]
+        if self.frozen:
+            gradients = [
+                None if slot.frozen else gradient
+                for slot, gradient in zip(self.slots, gradients, strict=True)
+            ]
         try:
             if as_views:
                 self._pack_as_views(gradients)
             else:
-                self._copy_in(self.views, gradients)
+                self._copy_in(self.slots, self.views, gradients)
         except RuntimeError as error:
             raise self._explain(error) from error
         if scale != 1.0:
             assert self._flat is not None
             self._flat.mul_(scale)
 
-    def _copy_in(self, views: list[Tensor], gradients: list[Tensor | None]) -> None:
+    def _copy_in(
+        self, slots: list[Slot], views: list[Tensor], gradients: list[Tensor | None]
+    ) -> None:
         try:
             torch._foreach_copy_(views, gradients)  # type: ignore[arg-type]
         except TypeError:  # a None among them, which is rare: so it is not looked for first
-            self.missing = [s for s, g in zip(self.slots, gradients, strict=True) if g is None]
+            self.missing = [s for s, g in zip(slots, gradients, strict=True) if g is None]
             pairs = [(v, g) for v, g in zip(views, gradients, strict=True) if g is not None]
             torch._foreach_zero_([v for v, g in zip(views, gradients, strict=True) if g is None])
             if pairs:
@@ -125,13 +145,13 @@ class Bucket:
 
     def _pack_as_views(self, gradients: list[Tensor | None]) -> None:
         new = [
-            (slot, view, gradient)
-            for slot, view, gradient in zip(self.slots, self.views, gradients, strict=True)
-            if gradient is not view
+            each
+            for each in zip(self.slots, self.views, gradients, strict=True)
+            if each[2] is not each[1]
         ]
         if not new:
             return
-        self._copy_in([view for _, view, _ in new], [gradient for _, _, gradient in new])
+        self._copy_in([s for s, _, _ in new], [v for _, v, _ in new], [g for _, _, g in new])
         for slot, view, gradient in new:
             if gradient is not None:
                 slot.param.grad = view
@@ -139,9 +159,9 @@ class Bucket:
     def unpack(self) -> None:
         """Write the reduced values into the gradients that are not views."""
         targets, sources = [], []
-        for param, view in zip(self.params, self.views, strict=True):
-            gradient = param.grad
-            if gradient is not None and gradient is not view:
+        for slot, view in zip(self.slots, self.views, strict=True):
+            gradient = slot.param.grad
+            if gradient is not None and gradient is not view and not slot.frozen:
                 targets.append(gradient)
                 sources.append(view)
         if targets:

@@ -18,7 +18,7 @@ STATIC_GRAPH_TOO_LATE = (
 
 NOT_FINALIZED = (
     "Expected to have finished reduction in the prior iteration before starting a new one: the "
-    "last backward raised, or is still running."
+    "last backward is still running."
 )
 
 FORWARD_IN_BACKWARD = (

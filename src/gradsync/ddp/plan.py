@@ -8,6 +8,7 @@ the order given, which are verified equal at construction (see ``verify``).
 import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 from gradsync.errors import ArgumentError
 
@@ -50,6 +51,8 @@ def bucket_caps(
     cap_mb: float | None, cap_mb_list: Sequence[float] | None, *, will_rebuild: bool
 ) -> BucketCaps:
     """The caps that the constructor's arguments ask for; raises ``ArgumentError``."""
+    if cap_mb_list is not None and not isinstance(cap_mb_list, Sequence):
+        raise ArgumentError(f"bucket_cap_mb_list must be a list of sizes, got {cap_mb_list!r}.")
     if cap_mb_list:
         given = tuple(_to_bytes("bucket_cap_mb_list", cap) for cap in cap_mb_list)
         return BucketCaps(initial=given, rebuilt=given, cap_bytes=max(given), caps_given=given)
@@ -98,9 +101,9 @@ def make_plan(items: Sequence[Item], order: Sequence[int], caps: Sequence[int]) 
 
 
 def _to_bytes(argument: str, mib: object) -> int:
-    if isinstance(mib, bool) or not isinstance(mib, int | float) or not mib >= 0:
+    if isinstance(mib, bool) or not isinstance(mib, Real) or not mib >= 0:
         raise ArgumentError(
             f"{argument} must be a size in MiB, got {mib!r}. Leave it out for the default of "
             f"{DEFAULT_CAP_MIB}; 0 gives each parameter a bucket of its own."
         )
-    return int(min(mib * MIB, sys.maxsize))
+    return int(min(float(mib) * MIB, sys.maxsize))

@@ -9,7 +9,7 @@ fired when the backward ends was not used on this rank. Its buckets launch then,
 every rank alike, and the trailer of the last one tells what was used elsewhere.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -17,11 +17,17 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.autograd.profiler import record_function
 from torch.nn import Parameter
 
 from gradsync.ddp import messages
-from gradsync.ddp.autograd import EndOfBackward, GradientWatch, watch_outputs
+from gradsync.ddp.autograd import (
+    EndOfBackward,
+    GradientWatch,
+    accumulates,
+    watch_outputs,
+)
 from gradsync.ddp.bucket import Bucket, Slot, make_buckets
 from gradsync.ddp.collectives import all_reduce, broadcast, is_foreign, wait
 from gradsync.ddp.plan import BucketCaps, Item, Plan, initial_plan, make_plan
@@ -43,14 +49,13 @@ class Phase(Enum):
 
     IDLE → ARMED by ``prepare``; IDLE or ARMED → BACKWARD when a backward reaches the module's
     outputs, ARMED → BACKWARD also by the first gradient; BACKWARD → FINALIZE → IDLE when that
-    backward ends; BACKWARD → ABANDONED when it raises, and → IDLE once its collectives are in.
+    backward ends, well or by an exception.
     """
 
     IDLE = auto()  # gradients stay local: nothing asked for a reduction
     ARMED = auto()  # a synchronising forward has run
     BACKWARD = auto()  # gradients arrive, buckets launch
     FINALIZE = auto()  # all gradients are there
-    ABANDONED = auto()  # the backward raised; collectives may still be under way
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,6 @@ class Reducer:
         self._next = 0  # the next bucket to launch
         self._unreached = Unreached()
         self._incidents = Incident(0)
-        self._roll_call: RollCall | None = None
         # from step to step
         self._forwards = 0  # since the last reduction
         self._outputs_seen = False  # of the last forward that armed us
@@ -190,8 +194,6 @@ class Reducer:
         """Before a forward whose gradients will be reduced."""
         if self.phase is Phase.BACKWARD:
             raise self.failed(StateError(messages.FORWARD_IN_BACKWARD))
-        if self.phase is Phase.ABANDONED:
-            self._settle()
         if self._deferred is not None:
             error, self._deferred = self._deferred, None
             raise self.failed(error)
@@ -235,8 +237,9 @@ class Reducer:
     def _thaw(self) -> None:
         """Wait again for parameters that were frozen and require gradients now."""
         for slot in self._frozen:
-            slot.due = int(slot.param.requires_grad)
-        self._frozen = [slot for slot in self._frozen if not slot.due]
+            slot.frozen = not slot.param.requires_grad
+            slot.due = int(not slot.frozen)
+        self._frozen = [slot for slot in self._frozen if slot.frozen]
         self._arm()
 
     # ---------------------------------------------------------------- backward
@@ -260,10 +263,14 @@ class Reducer:
 
         return mark_ready
 
-    def _on_outputs(self, _gradients: object) -> None:
-        if self.phase is Phase.ABANDONED:
-            self._settle()
-        if self.phase is Phase.IDLE or self.phase is Phase.ARMED:
+    def _on_outputs(self, node: Node) -> None:
+        """Autograd has come to the outputs of a synchronising forward."""
+        if self.phase is not Phase.IDLE and self.phase is not Phase.ARMED:
+            return
+        # Without a gradient for us there is nothing to reduce, unless the others have some.
+        if any(watch.will_fire() for watch in self._watches) or (
+            self.options.find_unused and accumulates(node)
+        ):
             self._begin()
 
     def _begins_with(self, slot: Slot) -> bool:
@@ -314,26 +321,18 @@ class Reducer:
 
     def _abandon(self) -> None:
         """The backward raised. Peers wait for our buckets: send zeros, and say so."""
-        self.phase = Phase.ABANDONED
-        if self._alone:
-            return
+        self.phase = Phase.FINALIZE
         self._incidents |= Incident.ABANDONED
         try:
-            for bucket in self.buckets[self._next :]:
-                bucket.zero()
-                self._send(bucket)
-            self._roll_call = self._call_roll()
+            if not self._alone:
+                for bucket in self.buckets[self._next :]:
+                    bucket.zero()
+                    self._send(bucket)
+                for _ in self._wait_for_buckets():
+                    pass
+                self._call_roll().wait()
         except RuntimeError as error:  # nobody to raise it to: the engine is cleaning up
             self._deferred = error
-
-    def _settle(self) -> None:
-        """Wait for what an abandoned backward has left under way."""
-        try:
-            for bucket in self.buckets:
-                if bucket.work is not None:
-                    wait(bucket.work, self.group, partial(self._describe, bucket))
-            if self._roll_call is not None:
-                self._roll_call.wait()
         finally:
             self._end_step()
 
@@ -343,11 +342,8 @@ class Reducer:
         """All gradients of this backward are there: reduce what is left and write back."""
         self.phase = Phase.FINALIZE
         try:
-            # With no gradient at all the backward was not about our parameters, unless that
-            # is allowed and other ranks wait for our zeros.
-            if self._arrivals or self.options.find_unused or self.static_graph:
-                with torch.no_grad():
-                    self._finish_step()
+            with torch.no_grad():
+                self._finish_step()
         finally:
             self._end_step()
 
@@ -357,11 +353,8 @@ class Reducer:
                 self._look_for_unused()
         for bucket in self.buckets[self._next :]:
             self._launch_late(bucket)
-        launched = [bucket for bucket in self.buckets if bucket.work is not None]
-        for bucket in launched:
-            wait(bucket.work, self.group, partial(self._describe, bucket))
+        for bucket in self._wait_for_buckets():
             bucket.unpack()
-        self.buckets_reduced = len(launched)
         statements = self._hear_statements()
         if self._unreached.stale or any(bucket.missing for bucket in self.buckets):
             settle_unused(
@@ -373,11 +366,21 @@ class Reducer:
         self._remember()
         self._judge(statements)
 
+    def _wait_for_buckets(self) -> Iterator[Bucket]:
+        """The buckets that were launched, each as soon as it is reduced."""
+        self.buckets_reduced = 0
+        for bucket in self.buckets:
+            if bucket.work is not None:
+                wait(bucket.work, self.group, partial(self._describe, bucket))
+                self.buckets_reduced += 1
+                yield bucket
+
     def _look_for_unused(self) -> None:
         self._unreached = found = find_unreached(self.slots)
         if not self.static_graph:
             for slot in found.frozen:
                 slot.due = 0
+                slot.frozen = slot.bucket.frozen = True
             self._frozen = found.frozen
         if found.unused and not self.options.find_unused and not self._learning:
             self._incidents |= Incident.UNUSED
@@ -454,7 +457,6 @@ class Reducer:
             slot.used_unsynced = False
         self._unreached = Unreached()
         self._incidents = Incident(0)
-        self._roll_call = None
         self._forwards = 0
         self.phase = Phase.IDLE
         self._arm()
@@ -482,7 +484,7 @@ class Reducer:
         """Raise if the last backward was not reduced."""
         if self._deferred is not None:
             raise self.failed(self._deferred)
-        if self.phase in (Phase.BACKWARD, Phase.ABANDONED):
+        if self.phase is Phase.BACKWARD:
             raise self.failed(StateError(messages.NOT_FINALIZED))
 
     def _get_local_used_map(self) -> Tensor:

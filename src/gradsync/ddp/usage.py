@@ -30,7 +30,8 @@ def find_unreached(slots: Sequence[Slot]) -> Unreached:
             continue
         if not slot.param.requires_grad:
             found.frozen.append(slot)
-        elif slot.fires < slot.due and not slot.used_unsynced:
+            continue
+        if slot.fires < slot.due and not slot.used_unsynced:
             found.unused.append(slot)
         gradient = slot.param.grad
         if gradient is not None and not slot.fires and not slot.used_unsynced:

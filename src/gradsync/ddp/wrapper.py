@@ -138,7 +138,7 @@ class DistributedDataParallel(TorchSurface):
         self.batched_grad_copy = bool(batched_grad_copy)
         self.static_graph = bool(static_graph)
         self.mixed_precision = mixed_precision
-        self._caps = (bucket_cap_mb, tuple(bucket_cap_mb_list or ()))
+        self._caps = (bucket_cap_mb, bucket_cap_mb_list)
         self.broadcast_bucket_size = 250 * 1024 * 1024
         self.use_side_stream_for_tensor_copies = True
         self.require_backward_grad_sync = True
@@ -180,7 +180,7 @@ class DistributedDataParallel(TorchSurface):
                 self.reducer.slots,
                 {
                     "bucket_cap_mb": self._caps[0],
-                    "bucket_cap_mb_list": list(self._caps[1]),
+                    "bucket_cap_mb_list": list(self._caps[1] or ()),
                     "find_unused_parameters": self.find_unused_parameters,
                     "static_graph": self.static_graph,
                     "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
@@ -380,5 +380,7 @@ class DistributedDataParallel(TorchSurface):
             self.reducer.set_group(new_process_group)
 
 
-def _caps(cap_mb: float | None, cap_mb_list: tuple[float, ...], will_rebuild: bool) -> BucketCaps:
+def _caps(
+    cap_mb: float | None, cap_mb_list: Sequence[float] | None, will_rebuild: bool
+) -> BucketCaps:
     return bucket_caps(cap_mb, cap_mb_list, will_rebuild=will_rebuild)
