@@ -40,6 +40,7 @@ class MemoryRow:
 def probe(contender: Contender, workload: Workload, marshal: Marshal) -> int:
     """This launch's peak growth in bytes, the maximum over the ranks."""
     batches = workload.batches(dist.get_rank())
+    contender.why_absent()  # imports it: its code is not counted, as torch's is not
     before = _resident("VmRSS")
     Training(contender, workload, batches).run(STEPS)
     (growth,) = marshal.agree(float(_resident("VmHWM") - before))
