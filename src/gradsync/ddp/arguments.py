@@ -105,6 +105,10 @@ def resolve_devices(
     output_device: int | torch.device | None,
 ) -> Devices:
     """Where the module is; raises ``ArgumentError`` if it or the arguments cannot work."""
+    if device_ids is not None and not isinstance(device_ids, Sequence):
+        raise ArgumentError(
+            f"device_ids must be a list of one device, or None, got {device_ids!r}."
+        )
     if device_ids is not None and len(device_ids) > 1:
         raise ArgumentError(
             "device_ids can only be None or contain a single element, got "
@@ -147,6 +151,10 @@ def resolve_group(
             "Cannot specify both process_group and device_mesh arguments. Leave one of them out."
         )
     if device_mesh is not None:
+        if not isinstance(device_mesh, DeviceMesh):
+            raise ArgumentError(
+                f"device_mesh must be a DeviceMesh, got {type(device_mesh).__name__}."
+            )
         if device_mesh.ndim != 1:
             raise StateError(
                 f"Only 1D device mesh is supported, but got {device_mesh}. Slice the data-parallel "

@@ -114,6 +114,8 @@ class Bucket:
         """
         if self._storage is None:
             self._allocate()
+        if not self.slots:
+            return
         gradients = [param.grad for param in self.params]
         if self.frozen:
             gradients = [

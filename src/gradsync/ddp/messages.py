@@ -29,24 +29,17 @@ FORWARD_IN_BACKWARD = (
 
 
 def unused_parameters(
-    rank: int, step: int, unused: Mapping[Slot, Sequence[int]]
+    rank: int, step: int, left_out: Mapping[int, Sequence[Slot]]
 ) -> UnusedParametersError:
-    """``unused`` holds for each parameter the ranks that left it out."""
+    """``left_out`` holds, for each rank with unused parameters, those."""
     lines = [
         "Expected to have finished reduction in the prior iteration before starting a new one: "
-        f"in step {step} some parameters received no gradient."
-    ]
-    ranks = sorted({r for among in unused.values() for r in among}, key=lambda r: (r != rank, r))
-    for r in ranks[:8]:
-        slots = [slot for slot, among in unused.items() if r in among]
-        lines += _not_received(r, slots)
-    if len(ranks) > 8:
-        lines.append(f"({len(ranks) - 8} more ranks left parameters out)")
-    lines.append(
+        f"in step {step} some parameters received no gradient.",
+        *_not_received(rank, left_out),
         "Make sure that all `forward` function outputs participate in calculating loss on every "
         "rank. If these parameters are meant to go unused in some steps, allow it by passing the "
-        "keyword argument `find_unused_parameters=True` to DistributedDataParallel."
-    )
+        "keyword argument `find_unused_parameters=True` to DistributedDataParallel.",
+    ]
     if get_debug_level() == DebugLevel.OFF:
         lines.append(
             "To have torch check collectives as well, set the environment variable "
@@ -55,15 +48,18 @@ def unused_parameters(
     return UnusedParametersError("\n".join(lines))
 
 
-def graph_changed(rank: int, lacking: Sequence[Slot]) -> GraphChangedError:
+def graph_changed(
+    rank: int, step: int, left_out: Mapping[int, Sequence[Slot]]
+) -> GraphChangedError:
     """Parameters that had gradients in the first step have none, or fewer, now."""
     lines = [
         "Expected to have finished reduction in the prior iteration before starting a new one. "
         "This error indicates that your training graph has changed in this iteration, e.g., one "
         "parameter is used in first iteration, but then got unused in the second iteration. this "
         "is not compatible with static_graph set to True.",
-        *_not_received(rank, lacking),
-        "Leave static_graph=True out, or make every step use the same parameters.",
+        *_not_received(rank, left_out),
+        f"This was step {step}. Leave static_graph=True out, or make every step use the same "
+        "parameters.",
     ]
     return GraphChangedError("\n".join(lines))
 
@@ -109,13 +105,20 @@ def out_of_step(rank: int, step: int, failed: Sequence[int]) -> str:
     )
 
 
-def _not_received(rank: int, slots: Sequence[Slot]) -> list[str]:
-    indices = " ".join(str(slot.index) for slot in slots)
-    names = ", ".join(slot.name for slot in slots)
-    return [
-        f"Parameter indices which did not receive grad for rank {rank}: {indices}",
-        f"Parameters which did not receive grad for rank {rank}: {names}",
-    ]
+def _not_received(rank: int, left_out: Mapping[int, Sequence[Slot]], most: int = 8) -> list[str]:
+    """Lines for each rank, our own first."""
+    lines = []
+    ranks = sorted(left_out, key=lambda each: (each != rank, each))
+    for each in ranks[:most]:
+        indices = " ".join(str(slot.index) for slot in left_out[each])
+        names = ", ".join(slot.name for slot in left_out[each])
+        lines += [
+            f"Parameter indices which did not receive grad for rank {each}: {indices}",
+            f"Parameters which did not receive grad for rank {each}: {names}",
+        ]
+    if len(ranks) > most:
+        lines.append(f"({len(ranks) - most} more ranks left parameters out.)")
+    return lines
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -101,7 +101,7 @@ def make_plan(items: Sequence[Item], order: Sequence[int], caps: Sequence[int]) 
 
 
 def _to_bytes(argument: str, mib: object) -> int:
-    if isinstance(mib, bool) or not isinstance(mib, Real) or not mib >= 0:
+    if isinstance(mib, bool) or not isinstance(mib, Real) or not float(mib) >= 0:
         raise ArgumentError(
             f"{argument} must be a size in MiB, got {mib!r}. Leave it out for the default of "
             f"{DEFAULT_CAP_MIB}; 0 gives each parameter a bucket of its own."

@@ -291,7 +291,8 @@ class Reducer:
         if self._learning or slot.fires < slot.due:
             return
         if self.static_graph:
-            self._deferred = self._graph_changed()
+            lacking = [each for each in self.slots if each.fires < each.due]
+            self._deferred = messages.graph_changed(self.rank, self.step, {self.rank: lacking})
             raise self.failed(GraphChangedError(messages.newly_used(self.rank, slot)))
         raise self.failed(ReadyTwiceError(messages.ready_twice(self.rank, slot)))
 
@@ -304,14 +305,13 @@ class Reducer:
             self._launch(buckets[self._next])
 
     def _launch(self, bucket: Bucket) -> None:
+        if not self._alone:
+            with torch.no_grad():  # under create_graph=True gradients have a graph
+                bucket.pack(self._scale, as_views=self.options.as_views)
+            self._send(bucket)
+        elif self.options.as_views:
+            bucket.pack(1.0, as_views=True)
         self._next += 1
-        if self._alone:
-            if self.options.as_views:
-                bucket.pack(1.0, as_views=True)
-            return
-        with torch.no_grad():  # under create_graph=True gradients have a graph
-            bucket.pack(self._scale, as_views=self.options.as_views)
-        self._send(bucket)
 
     def _send(self, bucket: Bucket) -> None:
         if bucket.extra:
@@ -320,21 +320,25 @@ class Reducer:
         bucket.work = all_reduce(self.group, bucket.payload)
 
     def _abandon(self) -> None:
-        """The backward raised. Peers wait for our buckets: send zeros, and say so."""
+        """The backward raised: end the step as far as the other ranks are concerned."""
         self.phase = Phase.FINALIZE
-        self._incidents |= Incident.ABANDONED
         try:
-            if not self._alone:
-                for bucket in self.buckets[self._next :]:
-                    bucket.zero()
-                    self._send(bucket)
-                for _ in self._wait_for_buckets():
-                    pass
-                self._call_roll().wait()
+            self._give_up()
         except RuntimeError as error:  # nobody to raise it to: the engine is cleaning up
             self._deferred = error
         finally:
             self._end_step()
+
+    def _give_up(self) -> None:
+        """Peers wait for the buckets that we have not sent: send zeros, and say so."""
+        self._incidents |= Incident.ABANDONED
+        if not self._alone:
+            for bucket in self.buckets[self._next :]:
+                bucket.zero()
+                self._send(bucket)
+            for _ in self._wait_for_buckets():
+                pass
+            self._call_roll().wait()
 
     # ---------------------------------------------------------------- end of backward
 
@@ -344,6 +348,10 @@ class Reducer:
         try:
             with torch.no_grad():
                 self._finish_step()
+        except Exception:
+            if self._next < len(self.buckets):
+                self._give_up()
+            raise
         finally:
             self._end_step()
 
@@ -363,8 +371,8 @@ class Reducer:
                 self._usage(statements),
                 as_views=self.options.as_views,
             )
-        self._remember()
         self._judge(statements)
+        self._remember()
 
     def _wait_for_buckets(self) -> Iterator[Bucket]:
         """The buckets that were launched, each as soon as it is reduced."""
@@ -389,7 +397,7 @@ class Reducer:
         """At the end of the backward: with what is there."""
         reached = any(slot.fires or slot.used_unsynced for slot in bucket.slots)
         if self.options.skip_unused and not reached and not bucket.extra:
-            self._next += 1
+            self._next += 1  # it stays without work
         else:
             self._launch(bucket)
 
@@ -436,21 +444,14 @@ class Reducer:
         failed = [r for r, s in enumerate(statements) if s.incidents & Incident.FORWARD_FAILED]
         if failed and len({s.forwards for s in statements}) > 1:
             raise self.failed(PeerStepError(messages.out_of_step(self.rank, self.step, failed)))
-        if not any(s.incidents & Incident.UNUSED for s in statements):
-            return
-        if self.static_graph:
-            self._deferred = self._graph_changed()
-        else:
+        if any(s.incidents & Incident.UNUSED for s in statements):
             left_out = {
-                slot: [r for r, said in enumerate(statements) if not said.used[slot.index]]
-                for slot in self.slots
-                if slot.param.requires_grad
+                rank: [slot for slot in self.slots if said.unused[slot.index]]
+                for rank, said in enumerate(statements)
+                if said.incidents & Incident.UNUSED
             }
-            self._deferred = messages.unused_parameters(self.rank, self.step, left_out)
-
-    def _graph_changed(self) -> Exception:
-        lacking = [slot for slot in self.slots if slot.fires < slot.due]
-        return messages.graph_changed(self.rank, lacking)
+            message = messages.graph_changed if self.static_graph else messages.unused_parameters
+            self._deferred = message(self.rank, self.step, left_out)
 
     def _end_step(self) -> None:
         for slot in self.slots:
@@ -464,7 +465,13 @@ class Reducer:
     # ---------------------------------------------------------------- what is told
 
     def _statement(self) -> Statement:
-        return Statement(self._incidents, self._forwards, used_here(self.slots, self.buckets))
+        unused = {slot.index for slot in self._unreached.unused}
+        return Statement(
+            self._incidents,
+            self._forwards,
+            used_here(self.slots, self.buckets),
+            [index in unused for index in range(len(self.slots))],
+        )
 
     def _call_roll(self) -> RollCall:
         return RollCall(self.group, self._device, self._statement(), self.step)

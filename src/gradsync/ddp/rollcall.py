@@ -34,11 +34,16 @@ class Incident(IntFlag):
 
 @dataclass(frozen=True)
 class Statement:
-    """What one rank says: its incidents, its forwards since the last step, what it used."""
+    """What one rank says of a step.
+
+    ``used`` and ``unused`` are by parameter. A parameter may be neither: frozen, or not part of
+    this rank's static graph.
+    """
 
     incidents: Incident
-    forwards: int
+    forwards: int  # since the last step
     used: Sequence[bool]
+    unused: Sequence[bool]
 
 
 class RollCall:
@@ -47,7 +52,7 @@ class RollCall:
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, mine: Statement, step: int
     ) -> None:
-        encoded = [int(mine.incidents), mine.forwards, *map(int, mine.used)]
+        encoded = [int(mine.incidents), mine.forwards, *map(int, mine.used), *map(int, mine.unused)]
         self._group = group
         self._step = step
         self._answers: list[Tensor]
@@ -61,8 +66,9 @@ class RollCall:
         wait(self._work, self._group, lambda: f"the roll call after step {self._step}")
         statements = []
         for answer in self._answers:
-            incidents, forwards, *used = answer.tolist()
-            statements.append(Statement(Incident(incidents), forwards, list(map(bool, used))))
+            incidents, forwards, *flags = answer.tolist()
+            used, unused = flags[: len(flags) // 2], flags[len(flags) // 2 :]
+            statements.append(Statement(Incident(incidents), forwards, used, unused))
         return statements
 
 

@@ -111,6 +111,8 @@ class DistributedDataParallel(TorchSurface):
         arguments.warn_of_deprecated(broadcast_buffers, forward_sync_buffers, check_reduction)
         if not isinstance(module, nn.Module):
             raise ArgumentError(f"module must be a torch.nn.Module, got {type(module).__name__}.")
+        if not isinstance(dim, int):
+            raise ArgumentError(f"dim must be an int, the batch dimension, got {dim!r}.")
         self.process_group = arguments.resolve_group(module, process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
