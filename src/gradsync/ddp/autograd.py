@@ -6,13 +6,14 @@ change in this file.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.distributed import rpc
 from torch.nn import Module, Parameter
+from torch.utils.weak import WeakIdKeyDictionary
 
 RPC_AVAILABLE = rpc.is_available()
 if RPC_AVAILABLE:
@@ -32,7 +33,9 @@ class GradientWatch:
     It is called with (grad_inputs, grad_outputs); the gradient is None where it is undefined.
     """
 
-    __slots__ = ("_handle", "_node")
+    __slots__ = ("_handle", "_node", "_parameter")
+
+    _count: ClassVar = WeakIdKeyDictionary()  # watches on each parameter
 
     def __init__(self, parameter: Parameter, hook: Callable[[Any, Any], None]) -> None:
         with torch.enable_grad():
@@ -42,6 +45,13 @@ class GradientWatch:
         assert accumulate is not None
         self._node: Node = accumulate
         self._handle = self._node.register_hook(hook)
+        self._parameter = parameter
+        self._count[parameter] = self._count.get(parameter, 0) + 1
+
+    @classmethod
+    def is_shared(cls, parameter: Parameter) -> bool:
+        """Is the parameter watched more than once (as by a DDP around a DDP)?"""
+        return bool(cls._count.get(parameter, 0) > 1)
 
     def will_fire(self) -> bool:
         """Inside a backward pass: will it get to this parameter?"""
@@ -53,6 +63,7 @@ class GradientWatch:
     def remove(self) -> None:
         """Take the hook off."""
         self._handle.remove()
+        self._count[self._parameter] -= 1
 
 
 def watch_outputs(outputs: object, reached: Callable[[Node], None]) -> bool:

@@ -1,17 +1,25 @@
-"""One bucket: gradients of several parameters in one flat buffer, reduced by one collective.
+"""One bucket: gradients of one or several parameters, reduced by one collective.
 
-A bucket knows its buffer, the views into it, and how many gradients are still to come. It
-knows nothing of steps and ranks: those are the reducer's.
+A bucket knows where its gradients are brought together and how many are still to come. It
+knows nothing of steps and ranks: those are the reducer's. There are three kinds:
+
+- ``Bucket``: dense gradients of one dtype, side by side in one flat buffer;
+- ``SoloBucket``: one large gradient, reduced in place, without a buffer;
+- ``SparseBucket``: one sparse gradient.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from gradsync.ddp.autograd import GradientWatch
 from gradsync.ddp.collectives import Work
 from gradsync.errors import StateError
+
+LARGE_BYTES = 64 * 1024
 
 
 class Slot:
@@ -25,13 +33,16 @@ class Slot:
     __slots__ = (
         "bucket",
         "due",
+        "eager",
         "fires",
         "frozen",
         "index",
         "name",
+        "packed",
         "param",
         "sparse",
         "used_unsynced",
+        "view",
     )
 
     def __init__(self, index: int, name: str, param: Parameter, *, sparse: bool = False) -> None:
@@ -43,36 +54,60 @@ class Slot:
         self.due = 1
         self.frozen = False  # requires_grad was switched off: its .grad is left alone
         self.used_unsynced = False  # has a gradient from no_sync that is not reduced yet
+        self.eager = False  # large: goes into its bucket as soon as it is ready
+        self.packed = False  # is in its bucket, in this step
         self.bucket: Bucket
+        self.view: Tensor  # its part of the bucket's buffer
 
     def __repr__(self) -> str:
         return f"Slot({self.index}, {self.name!r})"
 
+    @property
+    def nbytes(self) -> int:
+        """The size of its gradient."""
+        return self.param.numel() * self.param.element_size()
+
+
+@dataclass
+class Packing:
+    """How gradients go into buckets; shared by all buckets of a reducer."""
+
+    scale: float = 1.0  # what they are multiplied with
+    as_views: bool = False  # let .grad be the place in the bucket
+
 
 class Bucket:
-    """Slots whose dense gradients share one buffer of one dtype on one device.
+    """Slots whose dense gradients lie in one flat buffer, in the order of ``slots``.
 
-    ``extra`` elements behind the gradients travel with them: see ``trailer``. A bucket of
-    nothing but extra elements has no slots.
+    [Note: large and small] A large gradient is scaled into the buffer when it is ready: in one
+    pass, while it is in the cache, and with views its own memory is free at once. Small ones
+    wait until the bucket is full and are copied together, since for them the calls cost more
+    than the bytes. They come first in the buffer, so that they can be scaled together too.
+
+    ``extra`` elements behind the gradients travel with them: see [Note: the trailer]. A bucket
+    of nothing but extra elements has no slots.
     """
 
-    def __init__(self, slots: Sequence[Slot], like: Tensor, *, extra: int = 0) -> None:
-        self.index = 0  # in the order of launch; given by the reducer
-        self.slots = list(slots)
-        self.params = [slot.param for slot in slots]
+    def __init__(
+        self, slots: Sequence[Slot], packing: Packing, like: Tensor, *, extra: int = 0
+    ) -> None:
+        self.index = 0  # in the order of launch
+        self.packing = packing
+        self.slots = sorted(slots, key=lambda slot: slot.nbytes >= LARGE_BYTES)
         self.dtype = like.dtype
         self.device = like.device
-        self.numel = sum(param.numel() for param in self.params)
+        self.numel = sum(slot.param.numel() for slot in slots)
         self.extra = extra
         self.pending = 0
-        self.work: Work = None
-        self.frozen = False  # has a frozen slot
         self.missing: list[Slot] = []  # had no gradient in this step, and sent zeros
-        self.views: list[Tensor] = []
-        self._storage: Tensor | None = None
-        self._flat: Tensor | None = None
-        for slot in slots:
+        self.work: Work = None
+        for slot in self.slots:
             slot.bucket = self
+            slot.eager = slot.nbytes >= LARGE_BYTES
+        self._small = [slot for slot in self.slots if not slot.eager]
+        self._large = [slot for slot in self.slots if slot.eager]
+        self._storage: Tensor | None = None
+        self.refresh()
 
     @property
     def nbytes(self) -> int:
@@ -90,7 +125,9 @@ class Bucket:
     @property
     def tail(self) -> Tensor:
         """The extra elements behind the gradients."""  # 1D
-        return self.payload[self.numel :]
+        if self._storage is None:
+            self._allocate()
+        return self._tail
 
     def describe(self) -> str:
         """Which parameters are in it, for messages."""
@@ -99,119 +136,192 @@ class Bucket:
             return f"{len(names)} parameters, {names[0]} to {names[-1]}"
         return ", ".join(names) or "no parameters, only what ranks report"
 
+    def refresh(self) -> None:
+        """Take note that slots have become due or frozen, or are so no more."""
+        self._expected = sum(1 for slot in self.slots if slot.due)
+        self._frozen = any(slot.frozen for slot in self.slots)
+
     def arm(self) -> None:
         """Wait for the gradients of a new step."""
-        self.pending = sum(1 for slot in self.slots if slot.due)
-        self.frozen = any(slot.frozen for slot in self.slots)
-        self.missing = []
+        self.pending = self._expected
         self.work = None
+        if self.missing:
+            self.missing = []
+        for slot in self._large:
+            slot.packed = False
 
-    def pack(self, scale: float, *, as_views: bool) -> None:
-        """Bring the gradients, times ``scale``, into the buffer.
-
-        With ``as_views`` each gradient becomes its view right away, which frees the memory
-        that autograd had made for it.
-        """
+    def pack(self) -> None:
+        """Bring in the gradients that are not there yet."""
         if self._storage is None:
             self._allocate()
-        if not self.slots:
+        if self._small:
+            self._pack_small()
+        for slot in self._large:
+            if not slot.packed:
+                self.pack_large(slot)
+
+    def pack_large(self, slot: Slot) -> None:
+        """Bring in one gradient, scaled."""
+        if self._storage is None:
+            self._allocate()
+        slot.packed = True
+        gradient = None if slot.frozen else slot.param.grad
+        if gradient is None:
+            slot.view.zero_()
+            self.missing.append(slot)
             return
-        gradients = [param.grad for param in self.params]
-        if self.frozen:
+        self._check(slot, gradient)
+        torch.mul(gradient, self.packing.scale, out=slot.view)
+        if self.packing.as_views and gradient is not slot.view:
+            slot.param.grad = slot.view
+
+    def _pack_small(self) -> None:
+        slots, views = self._small, self._small_views
+        gradients = [slot.param.grad for slot in slots]
+        if self._frozen:
             gradients = [
                 None if slot.frozen else gradient
-                for slot, gradient in zip(self.slots, gradients, strict=True)
+                for slot, gradient in zip(slots, gradients, strict=True)
             ]
-        try:
-            if as_views:
-                self._pack_as_views(gradients)
-            else:
-                self._copy_in(self.slots, self.views, gradients)
-        except RuntimeError as error:
-            raise self._explain(error) from error
-        if scale != 1.0:
-            assert self._flat is not None
-            self._flat.mul_(scale)
+        if self.packing.as_views:
+            new = [
+                each for each in zip(slots, views, gradients, strict=True) if each[2] is not each[1]
+            ]
+            self._copy([s for s, _, _ in new], [v for _, v, _ in new], [g for _, _, g in new])
+            for slot, view, gradient in new:
+                if gradient is not None:
+                    slot.param.grad = view
+        else:
+            self._copy(slots, views, gradients)
+        if self.packing.scale != 1.0:
+            self._small_flat.mul_(self.packing.scale)
 
-    def _copy_in(
-        self, slots: list[Slot], views: list[Tensor], gradients: list[Tensor | None]
-    ) -> None:
+    def _copy(self, slots: list[Slot], views: list[Tensor], gradients: list[Tensor | None]) -> None:
         try:
-            torch._foreach_copy_(views, gradients)  # type: ignore[arg-type]
+            if slots:
+                torch._foreach_copy_(views, gradients)  # type: ignore[arg-type]
         except TypeError:  # a None among them, which is rare: so it is not looked for first
-            self.missing = [s for s, g in zip(slots, gradients, strict=True) if g is None]
-            pairs = [(v, g) for v, g in zip(views, gradients, strict=True) if g is not None]
-            torch._foreach_zero_([v for v, g in zip(views, gradients, strict=True) if g is None])
-            if pairs:
-                torch._foreach_copy_([v for v, _ in pairs], [g for _, g in pairs])
-
-    def _pack_as_views(self, gradients: list[Tensor | None]) -> None:
-        new = [
-            each
-            for each in zip(self.slots, self.views, gradients, strict=True)
-            if each[2] is not each[1]
-        ]
-        if not new:
-            return
-        self._copy_in([s for s, _, _ in new], [v for _, v, _ in new], [g for _, _, g in new])
-        for slot, view, gradient in new:
-            if gradient is not None:
-                slot.param.grad = view
+            there = []
+            for slot, view, gradient in zip(slots, views, gradients, strict=True):
+                if gradient is None:
+                    view.zero_()
+                    self.missing.append(slot)
+                else:
+                    there.append((slot, view, gradient))
+            self._copy([s for s, _, _ in there], [v for _, v, _ in there], [g for _, _, g in there])
+        except RuntimeError:
+            for slot, gradient in zip(slots, gradients, strict=True):
+                if gradient is not None:
+                    self._check(slot, gradient)
+            raise
 
     def unpack(self) -> None:
         """Write the reduced values into the gradients that are not views."""
-        targets, sources = [], []
-        for slot, view in zip(self.slots, self.views, strict=True):
+        if not self.packing.as_views and not self.missing and self.slots:
+            torch._foreach_copy_(self._grads(), self._views)
+            return
+        for slot in self.slots:
             gradient = slot.param.grad
-            if gradient is not None and gradient is not view and not slot.frozen:
-                targets.append(gradient)
-                sources.append(view)
-        if targets:
-            torch._foreach_copy_(targets, sources)
+            if gradient is not None and gradient is not slot.view and not slot.frozen:
+                gradient.copy_(slot.view)
+
+    def _grads(self) -> list[Tensor]:
+        return [slot.param.grad for slot in self.slots]  # type: ignore[misc]
 
     def zero(self) -> None:
         """Contribute nothing."""
         self.payload.zero_()
 
-    def give(self, slot: Slot, *, as_view: bool) -> None:
+    def give(self, slot: Slot) -> None:
         """Set the reduced value as the gradient of a slot that had none on this rank."""
-        view = self.views[self.slots.index(slot)]
-        slot.param.grad = view if as_view else view.clone()
+        slot.param.grad = slot.view if self.packing.as_views else slot.view.clone()
 
     def _allocate(self) -> None:
         storage = torch.zeros(self.numel + self.extra, dtype=self.dtype, device=self.device)
-        offset = 0
-        for param in self.params:
-            self.views.append(_view_like(param, storage, offset))
-            offset += param.numel()
-        self._storage = storage
-        self._flat = storage[: self.numel]
-
-    def _explain(self, error: RuntimeError) -> RuntimeError:
+        offset = small = 0
         for slot in self.slots:
-            gradient = slot.param.grad
-            if gradient is None:
-                continue
-            if gradient.layout is not torch.strided:
-                return StateError(
-                    f"parameter {slot.name} got a sparse gradient where a dense one was planned "
-                    "for. Only nn.Embedding and nn.EmbeddingBag that have sparse=True when the "
-                    "module is wrapped are reduced as sparse."
-                )
-            if gradient.shape != slot.param.shape:
-                return StateError(
-                    f"the gradient of parameter {slot.name} has shape {tuple(gradient.shape)} and "
-                    f"the parameter {tuple(slot.param.shape)}. Do not set .grad to a tensor of "
-                    "another shape."
-                )
-        return error
+            slot.view = _view_like(slot.param, storage, offset)
+            offset += slot.param.numel()
+            small = small if slot.eager else offset
+        self._views = [slot.view for slot in self.slots]
+        self._small_views = self._views[: len(self._small)]
+        self._small_flat = storage[:small]
+        self._tail = storage[self.numel :]
+        self._storage = storage
+
+    def _check(self, slot: Slot, gradient: Tensor) -> None:
+        if gradient.layout is not torch.strided:
+            raise StateError(
+                f"parameter {slot.name} got a sparse gradient where a dense one was planned for. "
+                "Only nn.Embedding and nn.EmbeddingBag that have sparse=True when the module is "
+                "wrapped are reduced as sparse."
+            )
+        if gradient.shape != slot.param.shape:
+            raise StateError(
+                f"the gradient of parameter {slot.name} has shape {tuple(gradient.shape)} and the "
+                f"parameter {tuple(slot.param.shape)}. Do not set .grad to a tensor of another "
+                "shape."
+            )
+
+
+class SoloBucket(Bucket):
+    """One large dense gradient, which is its own buffer: nothing is copied.
+
+    Only where this rank has no gradient, or one that cannot be lent, is there a real buffer.
+    """
+
+    def __init__(self, slot: Slot, packing: Packing) -> None:
+        super().__init__([slot], packing, slot.param)
+        slot.eager = True
+        self._small, self._large = [], [slot]
+        self._lent: Tensor | None = None
+
+    @property
+    def payload(self) -> Tensor:
+        return super().payload if self._lent is None else self._lent
+
+    def arm(self) -> None:
+        super().arm()
+        self._lent = None
+
+    def pack(self) -> None:
+        slot = self.slots[0]
+        if not slot.packed:
+            self.pack_large(slot)
+
+    def pack_large(self, slot: Slot) -> None:
+        gradient = slot.param.grad
+        if (
+            gradient is None
+            or slot.frozen
+            or gradient.layout is not torch.strided
+            or gradient.dtype != self.dtype
+            or gradient.stride() != slot.param.stride()
+            or not _is_dense(gradient)
+            or GradientWatch.is_shared(slot.param)
+        ):
+            super().pack_large(slot)
+            return
+        slot.packed = True
+        self._lent = gradient.detach().as_strided((gradient.numel(),), (1,))
+        if self.packing.scale != 1.0:
+            self._lent.mul_(self.packing.scale)
+
+    def unpack(self) -> None:
+        if self._lent is None:
+            super().unpack()
+
+    def zero(self) -> None:
+        self._lent = None
+        super().zero()
 
 
 class SparseBucket(Bucket):
     """One parameter whose gradient is a sparse tensor, reduced as it is."""
 
-    def __init__(self, slot: Slot) -> None:
-        super().__init__([slot], slot.param)
+    def __init__(self, slot: Slot, packing: Packing) -> None:
+        super().__init__([slot], packing, slot.param)
+        slot.eager = False
         self._gradient: Tensor | None = None
 
     @property
@@ -219,25 +329,26 @@ class SparseBucket(Bucket):
         assert self._gradient is not None, "pack comes first"
         return self._gradient
 
-    def pack(self, scale: float, *, as_views: bool) -> None:
-        gradient = self.params[0].grad
+    def pack(self) -> None:
+        slot = self.slots[0]
+        gradient = None if slot.frozen else slot.param.grad
         if gradient is None:
             self.zero()
-            self.missing = list(self.slots)
-            return
-        if not gradient.is_sparse:
+            self.missing.append(slot)
+        elif not gradient.is_sparse:
             raise StateError(
-                f"parameter {self.slots[0].name} got a dense gradient where a sparse one was "
-                "expected, since its module has sparse=True. Use it only through that module."
+                f"parameter {slot.name} got a dense gradient where a sparse one was expected, "
+                "since its module has sparse=True. Use it only through that module."
             )
-        self._gradient = gradient.coalesce() * scale if scale != 1.0 else gradient.coalesce()
+        else:
+            self._gradient = gradient.coalesce() * self.packing.scale
 
     def unpack(self) -> None:
         if not self.missing:
-            self.params[0].grad = self._gradient
+            self.slots[0].param.grad = self._gradient
 
     def zero(self) -> None:
-        param = self.params[0]
+        param = self.slots[0].param
         self._gradient = torch.sparse_coo_tensor(
             torch.empty((1, 0), dtype=torch.int64, device=param.device),
             torch.empty((0, *param.shape[1:]), dtype=param.dtype, device=param.device),
@@ -245,46 +356,55 @@ class SparseBucket(Bucket):
             check_invariants=False,
         ).coalesce()
 
-    def give(self, slot: Slot, *, as_view: bool) -> None:
+    def give(self, slot: Slot) -> None:
         slot.param.grad = self._gradient
 
 
 def make_buckets(
-    plan: Sequence[Sequence[int]], slots: Sequence[Slot], *, extra: int
+    plan: Sequence[Sequence[int]],
+    slots: Sequence[Slot],
+    packing: Packing,
+    *,
+    solo_bytes: float,
+    extra: int,
 ) -> list[Bucket]:
     """The buckets of ``plan`` in the order of launch; the last has ``extra`` elements.
 
-    Extra elements need a dense bucket. So sparse ones that would come behind the last dense one
-    go before it, and where there is no dense one, one of only extra elements is added.
+    A bucket of one parameter of at least ``solo_bytes`` is solo. Extra elements need a buffer:
+    so the last dense bucket that is not solo goes last; else the last solo one has a buffer all
+    the same; and where all are sparse, one that has only the extra elements is added.
     """
     groups = [[slots[index] for index in indices] for indices in plan]
-    if all(group[0].sparse for group in groups):
-        last: list[Slot] = []
-    else:
-        last = next(group for group in reversed(groups) if not group[0].sparse)
-        groups.remove(last)
-    buckets = [
-        SparseBucket(group[0]) if group[0].sparse else Bucket(group, group[0].param)
-        for group in groups
-    ]
-    buckets.append(Bucket(last, (last or slots)[0].param, extra=extra))
+    dense = [group for group in groups if not group[0].sparse]
+    solo = [group for group in dense if len(group) == 1 and group[0].nbytes >= solo_bytes]
+    carrier = next((each for each in reversed(dense) if each not in solo), (dense or [[]])[-1])
+    buckets: list[Bucket] = []
+    for group in groups:
+        if group is carrier:
+            continue
+        if group[0].sparse:
+            buckets.append(SparseBucket(group[0], packing))
+        elif group in solo:
+            buckets.append(SoloBucket(group[0], packing))
+        else:
+            buckets.append(Bucket(group, packing, group[0].param))
+    buckets.append(Bucket(carrier, packing, (carrier or slots)[0].param, extra=extra))
     for index, bucket in enumerate(buckets):
         bucket.index = index
     return buckets
 
 
 def _view_like(param: Tensor, storage: Tensor, offset: int) -> Tensor:
-    """A view of ``storage`` at ``offset`` with the shape, and if it can be the strides, of param.
+    """A part of ``storage`` with the shape, and if they are dense the strides, of ``param``.
 
     [Note: strides] Autograd gives a gradient the strides of its parameter where those are
     dense, so that optimizers run over both in memory order; a view must keep to that. The
     elements of a bucket are thus in each parameter's memory order, which is why strides have
     to be the same on all ranks.
     """
-    strides = (
-        param.stride() if _is_dense(param) else torch.empty(param.shape, device="meta").stride()
-    )
-    return storage.as_strided(param.shape, strides, offset)
+    shape = param.shape
+    strides = param.stride() if _is_dense(param) else torch.empty(shape, device="meta").stride()
+    return storage.as_strided(shape, strides, offset)
 
 
 def _is_dense(tensor: Tensor) -> bool:

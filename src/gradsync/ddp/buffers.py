@@ -21,14 +21,18 @@ def list_buffers(module: nn.Module, ignored: Collection[str]) -> list[Tensor]:
     """
     if ignored:
         return list(named_buffers(module, ignored).values())
-    return list(
-        dict.fromkeys(
-            buffer
-            for submodule in module.modules()
-            for buffer in submodule._buffers.values()
-            if buffer is not None
-        )
-    )
+    found: dict[Tensor, None] = {}
+    seen: set[nn.Module] = set()
+    stack = [module]
+    while stack:
+        submodule = stack.pop()
+        if submodule not in seen:
+            seen.add(submodule)
+            for buffer in submodule._buffers.values():
+                if buffer is not None:
+                    found[buffer] = None
+            stack.extend(child for child in submodule._modules.values() if child is not None)
+    return list(found)
 
 
 def sync_buffers(

@@ -45,16 +45,16 @@ def is_foreign(group: dist.ProcessGroup) -> bool:
     Such a group sees every collective, also at world size 1. Of its works we ask for the
     future, as torch's DDP does: it is what their authors had to provide.
     """
-    return type(group).__module__ != dist.ProcessGroup.__module__
+    return type(group) is not dist.ProcessGroup
 
 
 def wait(work: Work, group: dist.ProcessGroup, describe: Callable[[], str]) -> None:
     """Wait until ``work`` is done; a failure is raised with what was waited for."""
     try:
-        if is_foreign(group):
-            work.get_future().wait()
-        else:
+        if type(group) is dist.ProcessGroup:
             work.wait()
+        else:
+            work.get_future().wait()
     except RuntimeError as error:
         raise CollectiveError(
             f"rank {group.rank()} of {group.size()}: {describe()} failed: {error}\n"

@@ -28,7 +28,7 @@ from gradsync.ddp.autograd import (
     accumulates,
     watch_outputs,
 )
-from gradsync.ddp.bucket import Bucket, Slot, make_buckets
+from gradsync.ddp.bucket import Bucket, Packing, Slot, make_buckets
 from gradsync.ddp.collectives import all_reduce, broadcast, is_foreign, wait
 from gradsync.ddp.plan import BucketCaps, Item, Plan, initial_plan, make_plan
 from gradsync.ddp.rollcall import (
@@ -40,6 +40,7 @@ from gradsync.ddp.rollcall import (
     usage_counts,
     write_trailer,
 )
+from gradsync.ddp.route import Router
 from gradsync.ddp.usage import Unreached, find_unreached, settle_unused, used_here
 from gradsync.errors import GraphChangedError, PeerStepError, ReadyTwiceError, StateError
 
@@ -85,6 +86,7 @@ class Reducer:
             for index, ((name, param), is_sparse) in enumerate(zip(parameters, sparse, strict=True))
         ]
         self.options = options
+        self.packing = Packing(as_views=options.as_views)
         self.static_graph = static_graph
         self.phase = Phase.IDLE
         self.step = 0  # reductions begun
@@ -106,6 +108,7 @@ class Reducer:
         self._unused_before: list[Slot] | None = None
         self._frozen: list[Slot] = []
         self._deferred: Exception | None = None  # for the next forward to raise
+        self._router: Router | None = None
         self.set_group(group)
         self._install(initial_plan(self._items(), self.caps.initial))
         self._watches = [GradientWatch(slot.param, self._hook(slot)) for slot in self.slots]
@@ -122,6 +125,11 @@ class Reducer:
         return self.static_graph or not self.options.find_unused
 
     @property
+    def _solo_bytes(self) -> float:
+        """From which size on a gradient has a bucket for itself, and is not copied."""
+        return self.caps.cap_bytes / 4
+
+    @property
     def _learning(self) -> bool:
         """Is this the first step of a static graph, in which its shape is recorded?"""
         return self.static_graph and self._used_anywhere is None
@@ -135,7 +143,7 @@ class Reducer:
         self.group = group
         self.world = group.size()
         self.rank = group.rank()
-        self._scale = 1.0 / self.world
+        self.packing.scale = 1.0 / self.world
         self._alone = self.world == 1 and not is_foreign(group)
 
     def reset(self) -> None:
@@ -145,6 +153,7 @@ class Reducer:
         self._order = None
         self._deferred = None
         self._used_anywhere = None
+        self._router = None
         for slot in self.slots:
             slot.due = 1
         self._install(initial_plan(self._items(), self.caps.initial))
@@ -165,9 +174,9 @@ class Reducer:
     def _items(self) -> list[Item]:
         return [
             Item(
-                slot.param.numel() * slot.param.element_size(),
+                slot.nbytes,
                 (slot.param.dtype, slot.param.device),
-                alone=slot.sparse,
+                alone=slot.sparse or slot.nbytes >= self._solo_bytes,
             )
             for slot in self.slots
         ]
@@ -175,8 +184,14 @@ class Reducer:
     def _install(self, plan: Plan) -> None:
         with_usage = self._learning or self.options.find_unused
         self.buckets = make_buckets(
-            plan, self.slots, extra=trailer_size(len(self.slots), with_usage=with_usage)
+            plan,
+            self.slots,
+            self.packing,
+            solo_bytes=self._solo_bytes,
+            extra=trailer_size(len(self.slots), with_usage=with_usage),
         )
+        suits = Router.suits(self.group, self.buckets)
+        self._router = (self._router or Router(self.group)) if suits else None
         self._arm()
 
     def _arm(self) -> None:
@@ -239,6 +254,7 @@ class Reducer:
         for slot in self._frozen:
             slot.frozen = not slot.param.requires_grad
             slot.due = int(not slot.frozen)
+            slot.bucket.refresh()
         self._frozen = [slot for slot in self._frozen if slot.frozen]
         self._arm()
 
@@ -257,6 +273,8 @@ class Reducer:
                 reducer._fired_otherwise(slot)
                 return
             bucket = slot.bucket
+            if slot.eager:
+                reducer._pack_large(slot)
             bucket.pending -= 1
             if not bucket.pending:
                 reducer._launch_full()
@@ -296,6 +314,11 @@ class Reducer:
             raise self.failed(GraphChangedError(messages.newly_used(self.rank, slot)))
         raise self.failed(ReadyTwiceError(messages.ready_twice(self.rank, slot)))
 
+    def _pack_large(self, slot: Slot) -> None:
+        if not self._learning and (not self._alone or self.options.as_views):
+            with torch.no_grad():
+                slot.bucket.pack_large(slot)
+
     def _launch_full(self) -> None:
         """Launch the buckets that are full, up to the first that is not."""
         if self._learning:
@@ -305,19 +328,21 @@ class Reducer:
             self._launch(buckets[self._next])
 
     def _launch(self, bucket: Bucket) -> None:
-        if not self._alone:
+        if not self._alone or self.options.as_views:
             with torch.no_grad():  # under create_graph=True gradients have a graph
-                bucket.pack(self._scale, as_views=self.options.as_views)
+                bucket.pack()
+        if not self._alone:
             self._send(bucket)
-        elif self.options.as_views:
-            bucket.pack(1.0, as_views=True)
         self._next += 1
 
     def _send(self, bucket: Bucket) -> None:
         if bucket.extra:
             used = used_here(self.slots, self.buckets) if bucket.extra > 1 else None
             write_trailer(bucket.tail, incident=bool(self._incidents), used=used)
-        bucket.work = all_reduce(self.group, bucket.payload)
+        if self._router is None:
+            bucket.work = all_reduce(self.group, bucket.payload)
+        else:
+            bucket.work = self._router.start(bucket.payload)
 
     def _abandon(self) -> None:
         """The backward raised: end the step as far as the other ranks are concerned."""
@@ -369,7 +394,6 @@ class Reducer:
                 self.buckets,
                 self._unreached.stale,
                 self._usage(statements),
-                as_views=self.options.as_views,
             )
         self._judge(statements)
         self._remember()
@@ -382,13 +406,16 @@ class Reducer:
                 wait(bucket.work, self.group, partial(self._describe, bucket))
                 self.buckets_reduced += 1
                 yield bucket
+        if self._router is not None:
+            self._router.done()
 
     def _look_for_unused(self) -> None:
         self._unreached = found = find_unreached(self.slots)
         if not self.static_graph:
             for slot in found.frozen:
                 slot.due = 0
-                slot.frozen = slot.bucket.frozen = True
+                slot.frozen = True
+                slot.bucket.refresh()
             self._frozen = found.frozen
         if found.unused and not self.options.find_unused and not self._learning:
             self._incidents |= Incident.UNUSED
@@ -428,6 +455,8 @@ class Reducer:
             self._order = self._observed_order()
             for slot in self.slots:
                 slot.due = slot.fires
+            for bucket in self.buckets:
+                bucket.refresh()
         elif self._will_rebuild and not self.has_rebuilt:
             self._order = self._observed_order()
 

@@ -80,14 +80,14 @@ def trailer_size(parameters: int, *, with_usage: bool) -> int:
 def write_trailer(tail: Tensor, *, incident: bool, used: Sequence[bool] | None) -> None:
     """Fill in this rank's part; ``used`` is None where usage is not asked for."""
     if used is None:
-        tail.fill_(float(incident))
+        tail.fill_(incident)
     else:
         tail.copy_(torch.tensor([incident, *used], dtype=tail.dtype))
 
 
 def has_incident(tail: Tensor) -> bool:
     """After the reduction: has any rank something to report?"""
-    return bool(tail[0] != 0)
+    return bool((tail if tail.numel() == 1 else tail[0]).item() != 0)
 
 
 def usage_counts(tail: Tensor) -> Tensor:

@@ -52,14 +52,12 @@ def settle_unused(
     buckets: Sequence[Bucket],
     stale: Sequence[tuple[Slot, Tensor]],
     used_anywhere: Sequence[bool],
-    *,
-    as_views: bool,
 ) -> None:
     """After the reduction: set the gradients that only others had, restore what nobody used."""
     for bucket in buckets:
         for slot in bucket.missing:
             if used_anywhere[slot.index]:
-                bucket.give(slot, as_view=as_views)
+                bucket.give(slot)
     for slot, saved in stale:
         if not used_anywhere[slot.index] and slot.param.grad is not None:
             slot.param.grad.copy_(saved)

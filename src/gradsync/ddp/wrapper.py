@@ -232,7 +232,7 @@ class DistributedDataParallel(TorchSurface):
             if self._frozen and any(param.requires_grad for param in self._frozen):
                 self._unfreeze()
             self.reducer.start_forward()
-        if self.will_sync_module_buffers():
+        if self.require_forward_param_sync and self.forward_sync_buffers:
             self._sync_buffers()
         if self.device_ids:
             moved_inputs, moved_kwargs = _to_kwargs(
@@ -245,8 +245,13 @@ class DistributedDataParallel(TorchSurface):
         return inputs, kwargs
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        with self._inside_ddp_forward():
+        """Run the module, and let Dynamo know meanwhile for which DDP it compiles."""
+        outer = DistributedDataParallel._active_ddp_module
+        DistributedDataParallel._active_ddp_module = self
+        try:
             return self.module(*inputs, **kwargs)
+        finally:
+            DistributedDataParallel._active_ddp_module = outer
 
     def _post_forward(self, output: Any) -> Any:
         if self._asks_for_reduction():
@@ -256,16 +261,6 @@ class DistributedDataParallel(TorchSurface):
             self.require_forward_param_sync = False
             self.reducer.disarm()
         return output
-
-    @contextmanager
-    def _inside_ddp_forward(self) -> Iterator[None]:
-        """Lets Dynamo know which DDP module it compiles for."""
-        outer = DistributedDataParallel._active_ddp_module
-        DistributedDataParallel._active_ddp_module = self
-        try:
-            yield
-        finally:
-            DistributedDataParallel._active_ddp_module = outer
 
     @classmethod
     def _get_active_ddp_module(cls) -> "DistributedDataParallel | None":
@@ -316,10 +311,10 @@ class DistributedDataParallel(TorchSurface):
         )
 
     def _sync_buffers(self) -> None:
-        if self.process_group.size() > 1:
+        if self.process_group.size() > 1 and (buffers := self.modules_buffers):
             sync_buffers(
                 self.process_group,
-                self.modules_buffers,
+                buffers,
                 0,
                 lambda: (
                     f"the broadcast of buffers before the forward of step {self.reducer.step + 1}"
