@@ -5,14 +5,16 @@ change in this file.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, _engine_run_backward
 from torch.distributed import rpc
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 RPC_AVAILABLE = rpc.is_available()
@@ -98,25 +100,21 @@ def accumulates(node: Node) -> bool:
         return False
 
 
-def find_tensors(value: object, depth: int = 8) -> Iterator[Tensor]:
-    """The tensors in nested containers, dataclasses, owned RRefs and attributes of objects."""
+def find_tensors(value: object) -> Iterator[Tensor]:
+    """The tensors in nested lists, tuples, dicts, dataclasses and owned RRefs."""
     if isinstance(value, Tensor):
         yield value
-        return
-    items: Iterable[object] = ()
-    if isinstance(value, list | tuple):
-        items = value
-    elif isinstance(value, Mapping):
-        items = value.values()
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from find_tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from find_tensors(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = (getattr(value, field.name, None) for field in dataclasses.fields(value))
-    elif RPC_AVAILABLE and isinstance(value, RRef):
-        items = (value.local_value(),) if value.is_owner() else ()
-    elif hasattr(value, "__dict__") and not isinstance(value, type | Module):
-        items = vars(value).values()
-    if depth:
-        for item in items:
-            yield from find_tensors(item, depth - 1)
+        for field in dataclasses.fields(value):
+            yield from find_tensors(getattr(value, field.name, None))
+    elif RPC_AVAILABLE and isinstance(value, RRef) and value.is_owner():
+        yield from find_tensors(value.local_value())
 
 
 class EndOfBackward:
@@ -152,3 +150,13 @@ class EndOfBackward:
 def in_backward() -> bool:
     """Is this thread inside a backward pass (as in the recomputation of a checkpoint)?"""
     return _graph_task_id() != -1
+
+
+def in_nested_backward() -> bool:
+    """Is this thread in a backward that runs inside another (as of a reentrant checkpoint)?"""
+    depth = 0
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        depth += frame.f_code is _engine_run_backward.__code__
+        frame = frame.f_back
+    return depth > 1

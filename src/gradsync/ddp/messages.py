@@ -21,6 +21,13 @@ NOT_FINALIZED = (
     "last backward is still running."
 )
 
+HIDDEN_OUTPUTS = (
+    "the last backward ran inside reentrant checkpoints and did not reach every parameter, and the "
+    "module's outputs are in an object that is not looked into: its end could not be seen in time, "
+    "so its gradients were used before they were reduced. Return tensors, or lists, tuples, dicts "
+    "or dataclasses of them, or checkpoint with use_reentrant=False."
+)
+
 FORWARD_IN_BACKWARD = (
     "a forward of this module began while a backward of it was still running in another "
     "thread. Forward and backward of one DistributedDataParallel must take turns; wrap a second "

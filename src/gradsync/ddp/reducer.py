@@ -26,11 +26,12 @@ from gradsync.ddp.autograd import (
     EndOfBackward,
     GradientWatch,
     accumulates,
+    in_nested_backward,
     watch_outputs,
 )
 from gradsync.ddp.bucket import Bucket, Packing, Slot, make_buckets
 from gradsync.ddp.collectives import all_reduce, broadcast, is_foreign, wait
-from gradsync.ddp.plan import BucketCaps, Item, Plan, initial_plan, make_plan
+from gradsync.ddp.plan import MIB, BucketCaps, Item, Plan, initial_plan, make_plan
 from gradsync.ddp.rollcall import (
     Incident,
     RollCall,
@@ -51,10 +52,15 @@ class Phase(Enum):
     IDLE → ARMED by ``prepare``; IDLE or ARMED → BACKWARD when a backward reaches the module's
     outputs, ARMED → BACKWARD also by the first gradient; BACKWARD → FINALIZE → IDLE when that
     backward ends, well or by an exception.
+
+    [Note: hidden outputs] If the outputs are in an object that we do not look into, a step may
+    begin with a gradient inside a nested backward, whose end is not that of the step. Then ARMED
+    → NESTED, and → BACKWARD by the first gradient outside, or by the last one of all.
     """
 
     IDLE = auto()  # gradients stay local: nothing asked for a reduction
     ARMED = auto()  # a synchronising forward has run
+    NESTED = auto()  # gradients arrive, buckets launch, and the step's end is not in sight
     BACKWARD = auto()  # gradients arrive, buckets launch
     FINALIZE = auto()  # all gradients are there
 
@@ -109,7 +115,7 @@ class Reducer:
         self._frozen: list[Slot] = []
         self._deferred: Exception | None = None  # for the next forward to raise
         self._router: Router | None = None
-        self.set_group(group)
+        self._set_group(group)
         self._install(initial_plan(self._items(), self.caps.initial))
         self._watches = [GradientWatch(slot.param, self._hook(slot)) for slot in self.slots]
 
@@ -127,7 +133,7 @@ class Reducer:
     @property
     def _solo_bytes(self) -> float:
         """From which size on a gradient has a bucket for itself, and is not copied."""
-        return self.caps.cap_bytes / 4
+        return max(self.caps.cap_bytes / 4, MIB)
 
     @property
     def _learning(self) -> bool:
@@ -138,17 +144,17 @@ class Reducer:
     def _tail(self) -> Tensor:
         return self.buckets[-1].tail
 
-    def set_group(self, group: dist.ProcessGroup) -> None:
-        """Reduce over ``group`` from now on."""
+    def _set_group(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.world = group.size()
         self.rank = group.rank()
         self.packing.scale = 1.0 / self.world
         self._alone = self.world == 1 and not is_foreign(group)
 
-    def reset(self) -> None:
-        """Start anew, as after construction: the step under way, if any, is forgotten."""
+    def reset(self, group: dist.ProcessGroup) -> None:
+        """Start anew with ``group``: what was learned, and a step under way, are forgotten."""
         self._end_step()
+        self._set_group(group)
         self.has_rebuilt = False
         self._order = None
         self._deferred = None
@@ -209,6 +215,9 @@ class Reducer:
         """Before a forward whose gradients will be reduced."""
         if self.phase is Phase.BACKWARD:
             raise self.failed(StateError(messages.FORWARD_IN_BACKWARD))
+        if self.phase is Phase.NESTED:
+            self.finalize()
+            raise self.failed(StateError(messages.HIDDEN_OUTPUTS))
         if self._deferred is not None:
             error, self._deferred = self._deferred, None
             raise self.failed(error)
@@ -293,15 +302,24 @@ class Reducer:
 
     def _begins_with(self, slot: Slot) -> bool:
         """A gradient came outside a reduction: does it begin one?"""
-        if self.phase is Phase.ARMED:
+        if self.phase is Phase.ARMED and in_nested_backward():
+            self.phase = Phase.NESTED
+            self.step += 1
+        elif self.phase is Phase.ARMED:
             self._begin()
-            return True
-        slot.used_unsynced = True
-        return False
+        elif self.phase is not Phase.NESTED:
+            slot.used_unsynced = True
+            return False
+        elif not in_nested_backward():
+            self._await_end()
+        return True
 
     def _begin(self) -> None:
-        self.phase = Phase.BACKWARD
         self.step += 1
+        self._await_end()
+
+    def _await_end(self) -> None:
+        self.phase = Phase.BACKWARD
         EndOfBackward.schedule(self.finalize, self._abandon)
 
     def _fired_otherwise(self, slot: Slot) -> None:
@@ -326,6 +344,8 @@ class Reducer:
         buckets = self.buckets
         while self._next < len(buckets) and not buckets[self._next].pending:
             self._launch(buckets[self._next])
+        if self.phase is Phase.NESTED and self._next == len(buckets):
+            self._await_end()
 
     def _launch(self, bucket: Bucket) -> None:
         if not self._alone or self.options.as_views:

@@ -371,10 +371,9 @@ class DistributedDataParallel(TorchSurface):
 
         Hooks and weights stay. A rank outside the new group keeps its old one.
         """
-        self.reducer.reset()
         if not _rank_not_in_group(new_process_group):
             self.process_group = new_process_group
-            self.reducer.set_group(new_process_group)
+        self.reducer.reset(self.process_group)
 
 
 def _caps(
