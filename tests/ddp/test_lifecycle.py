@@ -205,6 +205,26 @@ class TestLetGo:
 
         pool.run(run, timeout=LIMIT)
 
+    @pytest.mark.parametrize("find_unused", [False, True])
+    def test_a_step_leaves_nothing_for_the_garbage_collector(
+        self, pool: WorkerPool, find_unused: bool
+    ) -> None:
+        def run(rank: int, world: int) -> list[bool]:
+            model = network()
+            kept: list[weakref.ref[Tensor]] = []
+            model[0].register_forward_hook(lambda _m, _i, out: kept.append(weakref.ref(out)))
+            ddp = OurDDP(model, find_unused_parameters=find_unused)
+            gc.collect()
+            gc.disable()
+            try:
+                train(ddp, rank, steps=3)
+                ddp(batch(rank, 3))  # and a forward without a backward
+                return [each() is not None for each in kept]
+            finally:
+                gc.enable()
+
+        assert pool.run(run, timeout=LIMIT) == [[False] * 4] * 2
+
     def test_an_output_may_outlive_its_wrapper(self, pool: WorkerPool) -> None:
         def run(rank: int, world: int) -> None:
             module = nn.Linear(4, 2)

@@ -68,11 +68,11 @@ class GradientWatch:
         self._count[self._parameter] -= 1
 
 
-def watch_outputs(outputs: object, reached: Callable[[Node], None]) -> bool:
+def watch_outputs(outputs: object, reached: Callable[[Node | None], None]) -> bool:
     """Call ``reached`` when autograd comes to ``outputs``; False if none can be seen.
 
     It is called in the outermost pass that goes through the outputs, before any parameter
-    behind them gets its gradient, with the node where the pass came in.
+    behind them gets its gradient, with a node that the pass may go on to.
     """
     found = False
     for tensor in find_tensors(outputs):
@@ -80,24 +80,30 @@ def watch_outputs(outputs: object, reached: Callable[[Node], None]) -> bool:
         base = tensor._base
         node = tensor.grad_fn if base is None or base.grad_fn is None else base.grad_fn
         if node is not None:
-            node.register_prehook(lambda _gradients, node=node: reached(node))
+            # Not the node itself: it would refer to itself through the hook, and the graph with
+            # all that it has saved would never be freed.
+            below = _below(node)
+            node.register_prehook(lambda _gradients, below=below: reached(below))
             found = True
     return found
 
 
-def accumulates(node: Node) -> bool:
-    """Is the pass that has come to ``node`` a backward, and not ``autograd.grad``?
+def accumulates(node: Node | None) -> bool:
+    """Is the pass that may go on to ``node`` a backward, and not ``autograd.grad``?
 
     A backward goes on to every leaf, ``autograd.grad`` only to those that it was asked for.
     """
-    child: Node | None = node
-    while child is not None:
-        node = child
-        child = next((each for each, _ in node.next_functions if each is not None), None)
+    leaf = node
+    while node is not None:
+        leaf, node = node, _below(node)
     try:
-        return _will_execute(node)
+        return leaf is None or _will_execute(leaf)
     except RuntimeError:
         return False
+
+
+def _below(node: Node) -> Node | None:
+    return next((each for each, _ in node.next_functions if each is not None), None)
 
 
 def find_tensors(value: object) -> Iterator[Tensor]:

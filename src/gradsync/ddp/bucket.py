@@ -20,6 +20,7 @@ from gradsync.ddp.collectives import Work
 from gradsync.errors import StateError
 
 LARGE_BYTES = 64 * 1024
+_NOWHERE = torch.empty(0)
 
 
 class Slot:
@@ -103,6 +104,7 @@ class Bucket:
         self.work: Work = None
         for slot in self.slots:
             slot.bucket = self
+            slot.view = _NOWHERE  # lets go of an earlier bucket's buffer
             slot.eager = slot.nbytes >= LARGE_BYTES
         self._small = [slot for slot in self.slots if not slot.eager]
         self._large = [slot for slot in self.slots if slot.eager]
@@ -117,16 +119,14 @@ class Bucket:
     @property
     def payload(self) -> Tensor:
         """What is reduced: the gradients and the extra elements, flat."""  # 1D
-        if self._storage is None:
-            self._allocate()
+        self.allocate()
         assert self._storage is not None
         return self._storage
 
     @property
     def tail(self) -> Tensor:
         """The extra elements behind the gradients."""  # 1D
-        if self._storage is None:
-            self._allocate()
+        self.allocate()
         return self._tail
 
     def describe(self) -> str:
@@ -152,8 +152,7 @@ class Bucket:
 
     def pack(self) -> None:
         """Bring in the gradients that are not there yet."""
-        if self._storage is None:
-            self._allocate()
+        self.allocate()
         if self._small:
             self._pack_small()
         for slot in self._large:
@@ -162,8 +161,7 @@ class Bucket:
 
     def pack_large(self, slot: Slot) -> None:
         """Bring in one gradient, scaled."""
-        if self._storage is None:
-            self._allocate()
+        self.allocate()
         slot.packed = True
         gradient = None if slot.frozen else slot.param.grad
         if gradient is None:
@@ -236,7 +234,10 @@ class Bucket:
         """Set the reduced value as the gradient of a slot that had none on this rank."""
         slot.param.grad = slot.view if self.packing.as_views else slot.view.clone()
 
-    def _allocate(self) -> None:
+    def allocate(self) -> None:
+        """Make the buffer, if it is not there. It is made at first use, but better before."""
+        if self._storage is not None:
+            return
         storage = torch.zeros(self.numel + self.extra, dtype=self.dtype, device=self.device)
         offset = small = 0
         for slot in self.slots:

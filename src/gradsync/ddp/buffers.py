@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from gradsync.ddp.collectives import broadcast_coalesced
+from gradsync.ddp.collectives import Broadcaster
 
 
 def named_buffers(module: nn.Module, ignored: Collection[str]) -> dict[str, Tensor]:
@@ -35,13 +35,23 @@ def list_buffers(module: nn.Module, ignored: Collection[str]) -> list[Tensor]:
     return list(found)
 
 
-def sync_buffers(
-    group: dist.ProcessGroup, buffers: list[Tensor], source: int, describe: Callable[[], str]
-) -> None:
-    """Overwrite ``buffers`` with those of rank ``source``.
+class BufferSync:
+    """Sets buffers to those of one rank, before each forward that asks for it."""
 
-    Autograd is not told: a graph of an earlier forward that has saved a buffer stays usable,
-    so that two forwards may come before one backward.
-    """
-    with _unsafe_preserve_version_counter(tuple(buffers)):
-        broadcast_coalesced(group, buffers, source, describe)
+    def __init__(self) -> None:
+        self._broadcaster = Broadcaster()
+
+    def run(
+        self,
+        group: dist.ProcessGroup,
+        buffers: list[Tensor],
+        source: int,
+        describe: Callable[[], str],
+    ) -> None:
+        """Overwrite ``buffers`` with those of rank ``source``.
+
+        Autograd is not told: a graph of an earlier forward that has saved a buffer stays usable,
+        so that two forwards may come before one backward.
+        """
+        with _unsafe_preserve_version_counter(tuple(buffers)):
+            self._broadcaster.run(group, buffers, source, describe)

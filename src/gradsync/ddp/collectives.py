@@ -63,68 +63,81 @@ def wait(work: Work, group: dist.ProcessGroup, describe: Callable[[], str]) -> N
         ) from error
 
 
-def broadcast_coalesced(
-    group: dist.ProcessGroup,
-    tensors: Sequence[Tensor],
-    source: int,
-    describe: Callable[[], str],
-    chunk_bytes: int = 250 * 1024 * 1024,
-) -> None:
-    """Overwrite ``tensors``, of any dtypes, with those of rank ``source``.
+class Broadcaster:
+    """Overwrites tensors, of any dtypes, with those of one rank.
 
     Small tensors travel together as bytes, one collective for each device and chunk; a tensor
-    larger than a chunk goes alone and is not copied if it is contiguous.
+    larger than a chunk goes alone, and is not copied if it is contiguous. The buffers are kept
+    for the next run, as long as that has tensors of the same shapes.
     """
-    with torch.no_grad():
-        pending = [_Parcel(part) for part in _split(tensors, chunk_bytes)]
-        for parcel in pending:
-            parcel.start(group, source)
-        for parcel in pending:
-            wait(parcel.work, group, describe)
-            parcel.unpack()
+
+    def __init__(self, chunk_bytes: int = 250 * 1024 * 1024) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._kinds: Sequence[tuple[object, ...]] = ()
+        self._parcels: list[_Parcel] = []
+
+    def run(
+        self,
+        group: dist.ProcessGroup,
+        tensors: Sequence[Tensor],
+        source: int,
+        describe: Callable[[], str],
+    ) -> None:
+        """Broadcast ``tensors`` from rank ``source`` and wait for it."""
+        with torch.no_grad():
+            kinds = [(t.shape, t.dtype, t.device, t.is_contiguous()) for t in tensors]
+            if kinds != self._kinds:
+                self._kinds = kinds
+                self._parcels = [
+                    _Parcel(tensors, part) for part in _split(tensors, self._chunk_bytes)
+                ]
+            works = [parcel.start(group, tensors, source) for parcel in self._parcels]
+            for parcel, work in zip(self._parcels, works, strict=True):
+                wait(work, group, describe)
+                if group.rank() != source:
+                    parcel.unpack(tensors)
 
 
 class _Parcel:
-    """Tensors of one device, broadcast by one collective."""
+    """Some of the tensors, all of one device, broadcast by one collective."""
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self.tensors = tensors
-        self.work: Work = None
-        self._payload = tensors[0].detach()
+    def __init__(self, tensors: Sequence[Tensor], members: list[int]) -> None:
+        self._members = members
+        self._bytes: Tensor | None = None
         self._views: list[Tensor] = []
-        self._received = False
+        first = tensors[members[0]]
+        if len(members) > 1 or not first.is_contiguous():
+            self._bytes, self._views = _byte_views([tensors[index] for index in members])
 
-    def start(self, group: dist.ProcessGroup, source: int) -> None:
-        self._received = group.rank() != source
-        if len(self.tensors) > 1 or not self._payload.is_contiguous():
-            self._payload, self._views = _byte_views(self.tensors)
-            if not self._received:
-                torch._foreach_copy_(self._views, self.tensors)
-        payload = self._payload
-        if payload.is_complex():
-            payload = torch.view_as_real(payload)
-        self.work = broadcast(group, payload, source)
+    def start(self, group: dist.ProcessGroup, tensors: Sequence[Tensor], source: int) -> Work:
+        if self._bytes is not None:
+            if group.rank() == source:
+                torch._foreach_copy_(self._views, [tensors[index] for index in self._members])
+            return broadcast(group, self._bytes, source)
+        only = tensors[self._members[0]].detach()
+        return broadcast(group, torch.view_as_real(only) if only.is_complex() else only, source)
 
-    def unpack(self) -> None:
-        if self._received and self._views:
-            torch._foreach_copy_(self.tensors, self._views)
+    def unpack(self, tensors: Sequence[Tensor]) -> None:
+        if self._views:
+            torch._foreach_copy_([tensors[index] for index in self._members], self._views)
 
 
-def _split(tensors: Sequence[Tensor], chunk_bytes: int) -> list[list[Tensor]]:
-    parts: list[list[Tensor]] = []
-    filling: dict[torch.device, tuple[list[Tensor], int]] = {}
-    for tensor in tensors:
+def _split(tensors: Sequence[Tensor], chunk_bytes: int) -> list[list[int]]:
+    """Which tensors go together, by index; those without elements do not go at all."""
+    parts: list[list[int]] = []
+    filling: dict[torch.device, tuple[list[int], int]] = {}
+    for index, tensor in enumerate(tensors):
         nbytes = tensor.numel() * tensor.element_size()
         if nbytes == 0:
             continue
         if nbytes >= chunk_bytes:
-            parts.append([tensor.detach()])
+            parts.append([index])
             continue
         part, size = filling.get(tensor.device, ([], 0))
         if part and size + nbytes > chunk_bytes:
             parts.append(part)
             part, size = [], 0
-        part.append(tensor.detach())
+        part.append(index)
         filling[tensor.device] = (part, size + nbytes)
     return parts + [part for part, _ in filling.values()]
 

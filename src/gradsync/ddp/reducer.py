@@ -225,6 +225,10 @@ class Reducer:
             self.rebuild()
         if self._frozen:
             self._thaw()
+        if not self._forwards and (not self._alone or self.options.as_views):
+            for bucket in self.buckets:  # before the forward fills the memory
+                if type(bucket) is Bucket:
+                    bucket.allocate()
         self._forwards += 1
 
     def forward_failed(self) -> None:
@@ -290,7 +294,7 @@ class Reducer:
 
         return mark_ready
 
-    def _on_outputs(self, node: Node) -> None:
+    def _on_outputs(self, node: Node | None) -> None:
         """Autograd has come to the outputs of a synchronising forward."""
         if self.phase is not Phase.IDLE and self.phase is not Phase.ARMED:
             return

@@ -23,8 +23,8 @@ from torch.nn.parameter import Parameter
 
 from gradsync.ddp import arguments
 from gradsync.ddp.autograd import in_backward
-from gradsync.ddp.buffers import sync_buffers
-from gradsync.ddp.collectives import broadcast_coalesced
+from gradsync.ddp.buffers import BufferSync
+from gradsync.ddp.collectives import Broadcaster
 from gradsync.ddp.plan import BucketCaps, bucket_caps
 from gradsync.ddp.reducer import Phase, Reducer, ReducerOptions
 from gradsync.ddp.surface import TorchSurface
@@ -147,6 +147,7 @@ class DistributedDataParallel(TorchSurface):
         self.require_forward_param_sync = True
         self.logger = None
         self._ddp_sink_clone = True
+        self._buffer_sync = BufferSync()
         if self.static_graph and self.find_unused_parameters:
             arguments.warn_of_static_and_unused()
 
@@ -194,12 +195,11 @@ class DistributedDataParallel(TorchSurface):
         if with_buffers:
             tensors += self.modules_buffers
         if self.process_group.size() > 1:
-            broadcast_coalesced(
+            Broadcaster(self.broadcast_bucket_size).run(
                 self.process_group,
                 tensors,
                 source,
                 lambda: f"the broadcast of the model from rank {source}",
-                self.broadcast_bucket_size,
             )
 
     # ---------------------------------------------------------------- forward
@@ -312,7 +312,7 @@ class DistributedDataParallel(TorchSurface):
 
     def _sync_buffers(self) -> None:
         if self.process_group.size() > 1 and (buffers := self.modules_buffers):
-            sync_buffers(
+            self._buffer_sync.run(
                 self.process_group,
                 buffers,
                 0,
@@ -326,13 +326,14 @@ class DistributedDataParallel(TorchSurface):
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
         state = copy.copy(self.__dict__)
-        for name in ("process_group", "device_mesh", "reducer", "_unhook"):
+        for name in ("process_group", "device_mesh", "reducer", "_unhook", "_buffer_sync"):
             state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = _get_default_group()
+        self._buffer_sync = BufferSync()
         self._build_reducer(verify=False)
 
     def _check_default_group(self) -> None:
