@@ -10,6 +10,7 @@ knows nothing of steps and ranks: those are the reducer's. There are three kinds
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -181,16 +182,18 @@ class Bucket:
                 None if slot.frozen else gradient
                 for slot, gradient in zip(slots, gradients, strict=True)
             ]
-        if self.packing.as_views:
+        if self.packing.as_views and any(map(is_, gradients, views)):
             new = [
                 each for each in zip(slots, views, gradients, strict=True) if each[2] is not each[1]
             ]
-            self._copy([s for s, _, _ in new], [v for _, v, _ in new], [g for _, _, g in new])
-            for slot, view, gradient in new:
+            slots = [slot for slot, _, _ in new]
+            views = [view for _, view, _ in new]
+            gradients = [gradient for _, _, gradient in new]
+        self._copy(slots, views, gradients)
+        if self.packing.as_views:
+            for slot, gradient in zip(slots, gradients, strict=True):
                 if gradient is not None:
-                    slot.param.grad = view
-        else:
-            self._copy(slots, views, gradients)
+                    slot.param.grad = slot.view
         if self.packing.scale != 1.0:
             self._small_flat.mul_(self.packing.scale)
 
@@ -218,6 +221,8 @@ class Bucket:
         if not self.packing.as_views and not self.missing and self.slots:
             torch._foreach_copy_(self._grads(), self._views)
             return
+        if self.packing.as_views and not self._frozen:
+            return
         for slot in self.slots:
             gradient = slot.param.grad
             if gradient is not None and gradient is not slot.view and not slot.frozen:
@@ -238,7 +243,9 @@ class Bucket:
         """Make the buffer, if it is not there. It is made at first use, but better before."""
         if self._storage is not None:
             return
-        storage = torch.zeros(self.numel + self.extra, dtype=self.dtype, device=self.device)
+        # Whole multiples of 64 elements: gloo's ring is slower on an odd end.
+        size = -(-(self.numel + self.extra) // 64) * 64 if self.extra else self.numel
+        storage = torch.zeros(size, dtype=self.dtype, device=self.device)
         offset = small = 0
         for slot in self.slots:
             slot.view = _view_like(slot.param, storage, offset)
@@ -247,7 +254,7 @@ class Bucket:
         self._views = [slot.view for slot in self.slots]
         self._small_views = self._views[: len(self._small)]
         self._small_flat = storage[:small]
-        self._tail = storage[self.numel :]
+        self._tail = storage[self.numel : self.numel + self.extra]
         self._storage = storage
 
     def _check(self, slot: Slot, gradient: Tensor) -> None:

@@ -204,7 +204,7 @@ class Reducer:
         """Wait for the gradients of a new step."""
         for slot in self._arrivals:
             slot.fires = 0
-        self._arrivals = []
+        self._arrivals.clear()
         self._next = 0
         for bucket in self.buckets:
             bucket.arm()
@@ -275,12 +275,12 @@ class Reducer:
 
     def _hook(self, slot: Slot) -> Callable[[object, object], None]:
         """What runs for every gradient of every step: keep it short."""
-        reducer, backward = self, Phase.BACKWARD
+        reducer, backward, arrived = self, Phase.BACKWARD, self._arrivals.append
 
         def mark_ready(_inputs: object, _outputs: object) -> None:
             if reducer.phase is not backward and not reducer._begins_with(slot):
                 return
-            reducer._arrivals.append(slot)
+            arrived(slot)
             slot.fires = fires = slot.fires + 1
             if fires != slot.due:
                 reducer._fired_otherwise(slot)

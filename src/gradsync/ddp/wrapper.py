@@ -177,6 +177,7 @@ class DistributedDataParallel(TorchSurface):
         # The hooks on the parameters must not outlive the wrapper: the module may.
         self._unhook = weakref.finalize(self, self.reducer.remove_hooks)
         self._frozen = [p for _, p in self._managed_parameters() if not p.requires_grad]
+        self._has_buffers = bool(self.modules_buffers)
         if verify:
             verify_same_model(
                 self.process_group,
@@ -232,7 +233,7 @@ class DistributedDataParallel(TorchSurface):
             if self._frozen and any(param.requires_grad for param in self._frozen):
                 self._unfreeze()
             self.reducer.start_forward()
-        if self.require_forward_param_sync and self.forward_sync_buffers:
+        if self.will_sync_module_buffers():
             self._sync_buffers()
         if self.device_ids:
             moved_inputs, moved_kwargs = _to_kwargs(
@@ -304,11 +305,7 @@ class DistributedDataParallel(TorchSurface):
         >>> gradsync.DistributedDataParallel(torch.nn.Linear(2, 2)).will_sync_module_buffers()
         False
         """
-        return (
-            self.require_forward_param_sync
-            and self.forward_sync_buffers
-            and len(self.modules_buffers) > 0
-        )
+        return self.require_forward_param_sync and self.forward_sync_buffers and self._has_buffers
 
     def _sync_buffers(self) -> None:
         if self.process_group.size() > 1 and (buffers := self.modules_buffers):
