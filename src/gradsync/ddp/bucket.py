@@ -102,6 +102,7 @@ class Bucket:
         self.extra = extra
         self.pending = 0
         self.missing: list[Slot] = []  # had no gradient in this step, and sent zeros
+        self.skipped = False  # only the extra elements are sent in this step
         self.work: Work = None
         for slot in self.slots:
             slot.bucket = self
@@ -122,7 +123,7 @@ class Bucket:
         """What is reduced: the gradients and the extra elements, flat."""  # 1D
         self.allocate()
         assert self._storage is not None
-        return self._storage
+        return self._tail if self.skipped else self._storage
 
     @property
     def tail(self) -> Tensor:
@@ -145,11 +146,21 @@ class Bucket:
     def arm(self) -> None:
         """Wait for the gradients of a new step."""
         self.pending = self._expected
+        self.skipped = False
         self.work = None
         if self.missing:
             self.missing = []
         for slot in self._large:
             slot.packed = False
+
+    @property
+    def reached(self) -> bool:
+        """Has any slot a gradient to send?"""
+        return any(slot.fires or slot.used_unsynced for slot in self.slots)
+
+    def skip(self) -> None:
+        """Send no gradients in this step."""
+        self.skipped = True
 
     def pack(self) -> None:
         """Bring in the gradients that are not there yet."""

@@ -428,8 +428,9 @@ class Reducer:
         for bucket in self.buckets:
             if bucket.work is not None:
                 wait(bucket.work, self.group, partial(self._describe, bucket))
-                self.buckets_reduced += 1
-                yield bucket
+                if not bucket.skipped:
+                    self.buckets_reduced += 1
+                    yield bucket
         if self._router is not None:
             self._router.done()
 
@@ -446,11 +447,13 @@ class Reducer:
 
     def _launch_late(self, bucket: Bucket) -> None:
         """At the end of the backward: with what is there."""
-        reached = any(slot.fires or slot.used_unsynced for slot in bucket.slots)
-        if self.options.skip_unused and not reached and not bucket.extra:
-            self._next += 1  # it stays without work
-        else:
+        if not self.options.skip_unused or bucket.reached:
             self._launch(bucket)
+            return
+        bucket.skip()
+        if bucket.extra and not self._alone:
+            self._send(bucket)
+        self._next += 1
 
     def _hear_statements(self) -> list[Statement]:
         """What the ranks say, if any of them has something to report."""
