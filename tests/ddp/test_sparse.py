@@ -229,3 +229,45 @@ class TestWrong:
         texts = pool.run(run, timeout=LIMIT, group_timeout=10)
         assert "rank 1" in texts[0]
         assert "table.weight" in texts[1]
+
+
+class TestAnnouncedRows:
+    def test_they_give_the_gradients_that_are_there_without_an_announcement(
+        self, pool: WorkerPool
+    ) -> None:
+        def run(rank: int, world: int) -> None:
+            plain, announced = OurDDP(Words()), OurDDP(Words())
+            for step in range(3):
+                rows = torch.cat([words(r, step).flatten() for r in range(world)])
+                announced._set_sparse_metadata({"table.weight": rows})
+                for ddp in (plain, announced):
+                    ddp.zero_grad()
+                    loss(ddp, words(rank, step)).backward()
+                grads = [ddp.module.table.weight.grad for ddp in (plain, announced)]
+                assert all(grad.is_sparse for grad in grads)
+                assert torch.equal(*(grad.to_dense() for grad in grads))
+                assert announced.module.table.weight.grad._nnz() == len(rows.unique())
+
+        pool.run(run, timeout=LIMIT)
+
+    def test_a_row_that_was_not_announced_is_an_error_on_every_rank(self, pool: WorkerPool) -> None:
+        def run(rank: int, world: int) -> str:
+            ddp = OurDDP(Words())
+            ddp._set_sparse_metadata({"table.weight": torch.tensor([0, 1])})
+            which = torch.tensor([[0, 1 if rank == 0 else WORDS - 1]])
+            return str(caught(lambda: loss(ddp, which).backward(), GradsyncError))
+
+        first, second = pool.run(run, timeout=LIMIT)
+        assert "rank 1" in first
+        assert "table.weight" in second
+        assert str(WORDS - 1) in second
+
+    def test_a_name_without_sparse_gradients_is_refused(self, pool: WorkerPool) -> None:
+        def run(rank: int, world: int) -> str:
+            ddp = OurDDP(Words())
+            rows = {"head.weight": torch.tensor([0])}
+            return str(caught(lambda: ddp._set_sparse_metadata(rows), ValueError))
+
+        [text] = pool.run(run, ranks=1, timeout=LIMIT)
+        assert "head.weight" in text
+        assert "table.weight" in text

@@ -336,17 +336,28 @@ class SoloBucket(Bucket):
 
 
 class SparseBucket(Bucket):
-    """One parameter whose gradient is a sparse tensor, reduced as it is."""
+    """One parameter whose gradient is a sparse tensor, reduced as it is.
+
+    Where the rows that any rank can have are announced (``expect_rows``) the values of those rows
+    are reduced as a dense tensor, which needs no exchange of indices.
+    """
 
     def __init__(self, slot: Slot, packing: Packing) -> None:
         super().__init__([slot], packing, slot.param)
         slot.eager = False
         self._gradient: Tensor | None = None
+        self._rows: Tensor | None = None  # sorted
+        self._values: Tensor | None = None
 
     @property
     def payload(self) -> Tensor:
-        assert self._gradient is not None, "pack comes first"
-        return self._gradient
+        payload = self._gradient if self._rows is None else self._values
+        assert payload is not None, "pack comes first"
+        return payload
+
+    def expect_rows(self, rows: Tensor) -> None:
+        """From now on, all ranks together have gradients for no other rows than these."""
+        self._rows = torch.unique(rows.to(self.device))
 
     def pack(self) -> None:
         slot = self.slots[0]
@@ -354,29 +365,50 @@ class SparseBucket(Bucket):
         if gradient is None:
             self.zero()
             self.missing.append(slot)
-        elif not gradient.is_sparse:
+            return
+        if not gradient.is_sparse:
             raise StateError(
                 f"parameter {slot.name} got a dense gradient where a sparse one was expected, "
                 "since its module has sparse=True. Use it only through that module."
             )
-        else:
-            self._gradient = gradient.coalesce() * self.packing.scale
+        self._gradient = gradient.coalesce() * self.packing.scale
+        if self._rows is not None:
+            self._pack_rows(slot, self._rows, self._gradient.coalesce())
+
+    def _pack_rows(self, slot: Slot, rows: Tensor, gradient: Tensor) -> None:
+        indices = gradient.indices()[0]
+        at = torch.searchsorted(rows, indices).clamp_(max=len(rows) - 1)
+        unexpected = indices[rows[at] != indices] if len(rows) else indices
+        if len(unexpected):
+            raise StateError(
+                f"parameter {slot.name} got a gradient for rows that were not announced to "
+                f"_set_sparse_metadata, the first is {int(unexpected[0])}."
+            )
+        values = gradient.values()
+        self._values = values.new_zeros((len(rows), *values.shape[1:]))
+        self._values[at] = values
 
     def unpack(self) -> None:
+        if self._rows is not None and self._values is not None:
+            self._gradient = self._sparse(self._rows, self._values)
         if not self.missing:
             self.slots[0].param.grad = self._gradient
 
     def zero(self) -> None:
         param = self.slots[0].param
-        self._gradient = torch.sparse_coo_tensor(
-            torch.empty((1, 0), dtype=torch.int64, device=param.device),
-            torch.empty((0, *param.shape[1:]), dtype=param.dtype, device=param.device),
-            param.shape,
-            check_invariants=False,
-        ).coalesce()
+        rows = 0 if self._rows is None else len(self._rows)
+        values = torch.zeros((rows, *param.shape[1:]), dtype=param.dtype, device=param.device)
+        nowhere = torch.empty(0, dtype=torch.int64, device=param.device)
+        self._values = values
+        self._gradient = self._sparse(nowhere, values[:0])
 
     def give(self, slot: Slot) -> None:
         slot.param.grad = self._gradient
+
+    def _sparse(self, rows: Tensor, values: Tensor) -> Tensor:
+        return torch.sparse_coo_tensor(
+            rows[None], values, self.slots[0].param.shape, check_invariants=False
+        ).coalesce()
 
 
 def make_buckets(

@@ -71,6 +71,14 @@ def graph_changed(
     return GraphChangedError("\n".join(lines))
 
 
+def no_sparse_parameter(name: str, known: Sequence[str]) -> str:
+    """Rows were announced for something else."""
+    return (
+        f"_set_sparse_metadata: {name} is no parameter with sparse gradients; there "
+        f"{'are ' + ', '.join(known) if known else 'is none'}."
+    )
+
+
 def newly_used(rank: int, slot: Slot) -> str:
     """A parameter has more gradients than in the first step."""
     return (

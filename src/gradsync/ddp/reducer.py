@@ -9,7 +9,7 @@ fired when the backward ends was not used on this rank. Its buckets launch then,
 every rank alike, and the trailer of the last one tells what was used elsewhere.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -29,7 +29,7 @@ from gradsync.ddp.autograd import (
     in_nested_backward,
     watch_outputs,
 )
-from gradsync.ddp.bucket import Bucket, Packing, Slot, make_buckets
+from gradsync.ddp.bucket import Bucket, Packing, Slot, SparseBucket, make_buckets
 from gradsync.ddp.collectives import all_reduce, broadcast, is_foreign, wait
 from gradsync.ddp.plan import MIB, BucketCaps, Item, Plan, initial_plan, make_plan
 from gradsync.ddp.rollcall import (
@@ -43,7 +43,13 @@ from gradsync.ddp.rollcall import (
 )
 from gradsync.ddp.route import Router
 from gradsync.ddp.usage import Unreached, find_unreached, settle_unused, used_here
-from gradsync.errors import GraphChangedError, PeerStepError, ReadyTwiceError, StateError
+from gradsync.errors import (
+    ArgumentError,
+    GraphChangedError,
+    PeerStepError,
+    ReadyTwiceError,
+    StateError,
+)
 
 
 class Phase(Enum):
@@ -113,6 +119,7 @@ class Reducer:
         self._used_anywhere: list[bool] | None = None  # what a static graph uses, once known
         self._unused_before: list[Slot] | None = None
         self._frozen: list[Slot] = []
+        self._rows: dict[Slot, Tensor] = {}  # of sparse gradients, where they are announced
         self._deferred: Exception | None = None  # for the next forward to raise
         self._router: Router | None = None
         self._set_group(group)
@@ -171,6 +178,20 @@ class Reducer:
         self.static_graph = True
         self._install(initial_plan(self._items(), self.caps.initial))
 
+    def expect_rows(self, rows: Mapping[str, Tensor]) -> None:
+        """Announce the rows of sparse gradients, by parameter; they hold until set anew."""
+        by_name = {slot.name: slot for slot in self.slots if slot.sparse}
+        for name in rows:
+            if name not in by_name:
+                raise self.failed(ArgumentError(messages.no_sparse_parameter(name, list(by_name))))
+        self._rows = {by_name[name]: each for name, each in rows.items()}
+        self._announce_rows()
+
+    def _announce_rows(self) -> None:
+        for bucket in self.buckets:
+            if isinstance(bucket, SparseBucket) and bucket.slots[0] in self._rows:
+                bucket.expect_rows(self._rows[bucket.slots[0]])
+
     def remove_hooks(self) -> None:
         """Let go of the parameters: no gradient is noticed from now on."""
         for watch in self._watches:
@@ -196,6 +217,7 @@ class Reducer:
             solo_bytes=self._solo_bytes,
             extra=trailer_size(len(self.slots), with_usage=with_usage),
         )
+        self._announce_rows()
         suits = Router.suits(self.group, self.buckets)
         self._router = (self._router or Router(self.group)) if suits else None
         self._arm()

@@ -3,7 +3,7 @@
 Kept apart so that the wrapper shows the step and nothing else.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,6 +97,14 @@ class TorchSurface(nn.Module):
     def _remove_autograd_hooks(self) -> None:
         """Let go of the module's parameters: no backward is reduced from now on."""
         self._unhook()
+
+    def _set_sparse_metadata(self, global_unique_ids: Mapping[str, Tensor]) -> None:
+        """Announce which rows the sparse gradients of all ranks together have, by parameter.
+
+        Their values are then reduced without an exchange of indices. Holds until set anew, and has
+        to be the same on all ranks.
+        """
+        self.reducer.expect_rows(global_unique_ids)
 
     def _check_reducer_finalized(self) -> None:
         """Raise if the last backward was not reduced."""
