@@ -491,3 +491,23 @@ class TestMesh:
             torch.testing.assert_close(ddp(x), local(x))
 
         pool.run(run, ranks=4, timeout=LIMIT)
+
+
+@pytest.mark.parametrize("what", ["frozen", "buffer", "forward_sync_buffers"])
+def test_what_is_broadcast_is_compared_too(pool: WorkerPool, what: str) -> None:
+    def run(rank: int, world: int) -> str:
+        size = 3 if rank == 0 or what == "forward_sync_buffers" else 5
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, size if what == "frozen" else 2))
+        model[1].requires_grad_(False)
+        model.register_buffer("table", torch.zeros(size if what == "buffer" else 2))
+        options = {"forward_sync_buffers": rank == 0} if what == "forward_sync_buffers" else {}
+        try:
+            OurDDP(model, **options)
+        except ModelMismatchError as error:
+            return str(error)
+        return "nothing was raised"
+
+    named = {"frozen": "1.weight", "buffer": "table"}.get(what, what)
+    for text in pool.run(run, timeout=LIMIT, group_timeout=10):
+        assert named in text
+        assert "rank 1" in text

@@ -45,6 +45,13 @@ def check_supported(
         )
 
 
+def check_flags(**flags: object) -> None:
+    """Raise for switches that are neither on nor off: "no" would count as yes."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ArgumentError(f"{name} must be True or False, got {value!r}.")
+
+
 def warn_of_deprecated(
     broadcast_buffers: bool | None, forward_sync_buffers: bool | None, check_reduction: bool
 ) -> None:

@@ -153,6 +153,23 @@ class EndOfBackward:
             self._abandon()
 
 
+def owns_memory(tensor: Tensor) -> bool:
+    """Is all of the tensor's memory its own? Autograd may let two gradients share one."""
+    storage = tensor.untyped_storage()
+    return (
+        storage.nbytes() == tensor.numel() * tensor.element_size()
+        and _references(storage) <= _LONE_REFERENCES
+    )
+
+
+def _references(storage: torch.UntypedStorage) -> int:
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+_LONE = torch.zeros(1)
+_LONE_REFERENCES = _references(_LONE.untyped_storage())
+
+
 def in_backward() -> bool:
     """Is this thread inside a backward pass (as in the recomputation of a checkpoint)?"""
     return _graph_task_id() != -1

@@ -9,14 +9,14 @@ knows nothing of steps and ranks: those are the reducer's. There are three kinds
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import is_
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from gradsync.ddp.autograd import GradientWatch
+from gradsync.ddp.autograd import GradientWatch, owns_memory
 from gradsync.ddp.collectives import Work
 from gradsync.errors import StateError
 
@@ -39,9 +39,11 @@ class Slot:
         "fires",
         "frozen",
         "index",
+        "lendable",
         "name",
         "packed",
         "param",
+        "shares",
         "sparse",
         "used_unsynced",
         "view",
@@ -58,6 +60,8 @@ class Slot:
         self.used_unsynced = False  # has a gradient from no_sync that is not reduced yet
         self.eager = False  # large: goes into its bucket as soon as it is ready
         self.packed = False  # is in its bucket, in this step
+        self.shares = False  # its gradient came on the memory of another's
+        self.lendable = False  # its gradient was found to share memory with nothing
         self.bucket: Bucket
         self.view: Tensor  # its part of the bucket's buffer
 
@@ -76,6 +80,9 @@ class Packing:
 
     scale: float = 1.0  # what they are multiplied with
     as_views: bool = False  # let .grad be the place in the bucket
+    # Large gradients of this step by address, see [Note: lending]: those lent, and the others.
+    lent: dict[int, Slot] = field(default_factory=dict)
+    kept: dict[int, Slot] = field(default_factory=dict)
 
 
 class Bucket:
@@ -111,6 +118,7 @@ class Bucket:
         self._small = [slot for slot in self.slots if not slot.eager]
         self._large = [slot for slot in self.slots if slot.eager]
         self._storage: Tensor | None = None
+        self._as_views = packing.as_views
         self.refresh()
 
     @property
@@ -158,6 +166,11 @@ class Bucket:
         """Has any slot a gradient to send?"""
         return any(slot.fires or slot.used_unsynced for slot in self.slots)
 
+    def release(self, slot: Slot) -> None:
+        """Let a gradient that is a view have memory of its own."""
+        if slot.param.grad is slot.view:
+            slot.param.grad = slot.view.clone()
+
     def skip(self) -> None:
         """Send no gradients in this step."""
         self.skipped = True
@@ -181,8 +194,12 @@ class Bucket:
             self.missing.append(slot)
             return
         self._check(slot, gradient)
+        self._check_not_lent(slot, gradient)
+        other = self.packing.kept.setdefault(gradient.untyped_storage().data_ptr(), slot)
+        if other is not slot:
+            other.shares = slot.shares = True
         torch.mul(gradient, self.packing.scale, out=slot.view)
-        if self.packing.as_views and gradient is not slot.view:
+        if self._as_views and gradient is not slot.view:
             slot.param.grad = slot.view
 
     def _pack_small(self) -> None:
@@ -193,7 +210,7 @@ class Bucket:
                 None if slot.frozen else gradient
                 for slot, gradient in zip(slots, gradients, strict=True)
             ]
-        if self.packing.as_views and any(map(is_, gradients, views)):
+        if self._as_views and any(map(is_, gradients, views)):
             new = [
                 each for each in zip(slots, views, gradients, strict=True) if each[2] is not each[1]
             ]
@@ -201,7 +218,7 @@ class Bucket:
             views = [view for _, view, _ in new]
             gradients = [gradient for _, _, gradient in new]
         self._copy(slots, views, gradients)
-        if self.packing.as_views:
+        if self._as_views:
             for slot, gradient in zip(slots, gradients, strict=True):
                 if gradient is not None:
                     slot.param.grad = slot.view
@@ -213,6 +230,8 @@ class Bucket:
             if slots:
                 torch._foreach_copy_(views, gradients)  # type: ignore[arg-type]
         except TypeError:  # a None among them, which is rare: so it is not looked for first
+            if all(gradient is not None for gradient in gradients):
+                raise
             there = []
             for slot, view, gradient in zip(slots, views, gradients, strict=True):
                 if gradient is None:
@@ -229,10 +248,10 @@ class Bucket:
 
     def unpack(self) -> None:
         """Write the reduced values into the gradients that are not views."""
-        if not self.packing.as_views and not self.missing and self.slots:
+        if not self._as_views and not self.missing and self.slots:
             torch._foreach_copy_(self._grads(), self._views)
             return
-        if self.packing.as_views and not self._frozen:
+        if self._as_views and not self._frozen:
             return
         for slot in self.slots:
             gradient = slot.param.grad
@@ -248,12 +267,15 @@ class Bucket:
 
     def give(self, slot: Slot) -> None:
         """Set the reduced value as the gradient of a slot that had none on this rank."""
-        slot.param.grad = slot.view if self.packing.as_views else slot.view.clone()
+        slot.param.grad = slot.view if self._as_views else slot.view.clone()
 
     def allocate(self) -> None:
         """Make the buffer, if it is not there. It is made at first use, but better before."""
         if self._storage is not None:
             return
+        # A gradient that another reducer works on too must stay where both can read it.
+        shared = any(GradientWatch.is_shared(slot.param) for slot in self.slots)
+        self._as_views = self.packing.as_views and not shared
         # Whole multiples of 64 elements: gloo's ring is slower on an odd end.
         size = -(-(self.numel + self.extra) // 64) * 64 if self.extra else self.numel
         storage = torch.zeros(size, dtype=self.dtype, device=self.device)
@@ -267,6 +289,15 @@ class Bucket:
         self._small_flat = storage[:small]
         self._tail = storage[self.numel : self.numel + self.extra]
         self._storage = storage
+
+    def _check_not_lent(self, slot: Slot, gradient: Tensor) -> None:
+        other = self.packing.lent.get(gradient.untyped_storage().data_ptr())
+        if other is not None:
+            raise StateError(
+                f"the gradients of parameters {other.name} and {slot.name} share memory since this "
+                "step, and the first is being reduced in place. Let the graph be the same from the "
+                "first step on, or pass a larger bucket_cap_mb: then they are copied."
+            )
 
     def _check(self, slot: Slot, gradient: Tensor) -> None:
         if gradient.layout is not torch.strided:
@@ -287,6 +318,11 @@ class SoloBucket(Bucket):
     """One large dense gradient, which is its own buffer: nothing is copied.
 
     Only where this rank has no gradient, or one that cannot be lent, is there a real buffer.
+
+    [Note: lending] Autograd may give two parameters gradients on the same memory (``a.t() +
+    b.t()``), and while a gradient is being accumulated nobody can tell. So nothing is lent in
+    the first step, at its end each gradient is looked at, and one that shares memory is never
+    lent. Should two that did not begin to share, the second one is an error, not a wrong sum.
     """
 
     def __init__(self, slot: Slot, packing: Packing) -> None:
@@ -313,6 +349,7 @@ class SoloBucket(Bucket):
         if (
             gradient is None
             or slot.frozen
+            or not slot.lendable
             or gradient.layout is not torch.strided
             or gradient.dtype != self.dtype
             or gradient.stride() != slot.param.stride()
@@ -321,18 +358,34 @@ class SoloBucket(Bucket):
         ):
             super().pack_large(slot)
             return
+        self._check_not_lent(slot, gradient)
+        self.packing.lent[gradient.untyped_storage().data_ptr()] = slot
         slot.packed = True
         self._lent = gradient.detach().as_strided((gradient.numel(),), (1,))
         if self.packing.scale != 1.0:
             self._lent.mul_(self.packing.scale)
 
     def unpack(self) -> None:
-        if self._lent is None:
-            super().unpack()
+        if self._lent is not None:
+            return
+        super().unpack()
+        slot = self.slots[0]
+        gradient = slot.param.grad
+        slot.lendable = gradient is not None and not slot.shares and owns_memory(gradient)
+        if slot.lendable:  # the buffer will not be needed again
+            self._storage, self._views, slot.view = None, [], _NOWHERE
+
+    def allocate(self) -> None:
+        super().allocate()
+        self._as_views = False  # a view of the whole buffer would only be in the way of lending
 
     def zero(self) -> None:
         self._lent = None
         super().zero()
+
+    def give(self, slot: Slot) -> None:
+        super().give(slot)
+        self._storage, self._views, slot.view = None, [], _NOWHERE
 
 
 class SparseBucket(Bucket):

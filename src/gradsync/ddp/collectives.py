@@ -115,7 +115,7 @@ class _Parcel:
                 torch._foreach_copy_(self._views, [tensors[index] for index in self._members])
             return broadcast(group, self._bytes, source)
         only = tensors[self._members[0]].detach()
-        return broadcast(group, torch.view_as_real(only) if only.is_complex() else only, source)
+        return broadcast(group, only.view(-1).view(torch.uint8), source)
 
     def unpack(self, tensors: Sequence[Tensor]) -> None:
         if self._views:
@@ -148,9 +148,10 @@ def _byte_views(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     for tensor in tensors:
         offsets.append(end)
         end += -(-tensor.numel() * tensor.element_size() // 16) * 16
-    payload = torch.empty(end, dtype=torch.uint8, device=tensors[0].device)
     views = []
-    for tensor, offset in zip(tensors, offsets, strict=True):
-        nbytes = tensor.numel() * tensor.element_size()
-        views.append(payload[offset : offset + nbytes].view(tensor.dtype).view(tensor.shape))
+    with torch.inference_mode(False):  # they are kept, and may be used outside it next time
+        payload = torch.empty(end, dtype=torch.uint8, device=tensors[0].device)
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            nbytes = tensor.numel() * tensor.element_size()
+            views.append(payload[offset : offset + nbytes].view(tensor.dtype).view(tensor.shape))
     return payload, views

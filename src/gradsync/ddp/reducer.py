@@ -120,6 +120,8 @@ class Reducer:
         self._unused_before: list[Slot] | None = None
         self._frozen: list[Slot] = []
         self._rows: dict[Slot, Tensor] = {}  # of sparse gradients, where they are announced
+        self._left_out: dict[int, list[Slot]] = {}  # by rank: unused since the last forward
+        self._judged = False  # a backward since the last forward has been judged
         self._deferred: Exception | None = None  # for the next forward to raise
         self._router: Router | None = None
         self._set_group(group)
@@ -170,6 +172,15 @@ class Reducer:
         for slot in self.slots:
             slot.due = 1
         self._install(initial_plan(self._items(), self.caps.initial))
+
+    def take_over(self, old: "Reducer") -> None:
+        """Go on where ``old`` has been, with other parameters."""
+        self.step, self._forwards = old.step, old._forwards
+        self._incidents = old._incidents
+        unsynced = {slot.param for slot in old.slots if slot.used_unsynced}
+        for slot in self.slots:
+            slot.used_unsynced = slot.param in unsynced
+        old.remove_hooks()
 
     def set_static_graph(self) -> None:
         """Take the promise that all steps will be alike."""
@@ -227,6 +238,8 @@ class Reducer:
         for slot in self._arrivals:
             slot.fires = 0
         self._arrivals.clear()
+        self.packing.lent.clear()
+        self.packing.kept.clear()
         self._next = 0
         for bucket in self.buckets:
             bucket.arm()
@@ -240,9 +253,7 @@ class Reducer:
         if self.phase is Phase.NESTED:
             self.finalize()
             raise self.failed(StateError(messages.HIDDEN_OUTPUTS))
-        if self._deferred is not None:
-            error, self._deferred = self._deferred, None
-            raise self.failed(error)
+        self.raise_deferred()
         if self._order is not None:
             self.rebuild()
         if self._frozen:
@@ -252,6 +263,16 @@ class Reducer:
                 if type(bucket) is Bucket:
                     bucket.allocate()
         self._forwards += 1
+
+    def raise_deferred(self) -> None:
+        """Raise what the backwards since the last forward have left to say."""
+        left_out, self._left_out, self._judged = self._left_out, {}, False
+        error, self._deferred = self._deferred, None
+        if error is None and left_out:
+            message = messages.graph_changed if self.static_graph else messages.unused_parameters
+            error = message(self.rank, self.step, left_out)
+        if error is not None:
+            raise self.failed(error)
 
     def forward_failed(self) -> None:
         """A forward raised. If no other rank's did, the ranks are out of step now."""
@@ -463,6 +484,7 @@ class Reducer:
                 slot.due = 0
                 slot.frozen = True
                 slot.bucket.refresh()
+                slot.bucket.release(slot)
             self._frozen = found.frozen
         if found.unused and not self.options.find_unused and not self._learning:
             self._incidents |= Incident.UNUSED
@@ -522,14 +544,18 @@ class Reducer:
         failed = [r for r, s in enumerate(statements) if s.incidents & Incident.FORWARD_FAILED]
         if failed and len({s.forwards for s in statements}) > 1:
             raise self.failed(PeerStepError(messages.out_of_step(self.rank, self.step, failed)))
-        if any(s.incidents & Incident.UNUSED for s in statements):
-            left_out = {
-                rank: [slot for slot in self.slots if said.unused[slot.index]]
-                for rank, said in enumerate(statements)
-                if said.incidents & Incident.UNUSED
-            }
-            message = messages.graph_changed if self.static_graph else messages.unused_parameters
-            self._deferred = message(self.rank, self.step, left_out)
+        # One forward may have several backwards: unused is what none of them reached.
+        unused = {
+            rank: [
+                slot
+                for slot in self.slots
+                if said.unused[slot.index]
+                and (not self._judged or slot in self._left_out.get(rank, ()))
+            ]
+            for rank, said in enumerate(statements)
+        }
+        self._left_out = {rank: slots for rank, slots in unused.items() if slots}
+        self._judged = True
 
     def _end_step(self) -> None:
         for slot in self.slots:
@@ -567,8 +593,7 @@ class Reducer:
 
     def check_finalized(self) -> None:
         """Raise if the last backward was not reduced."""
-        if self._deferred is not None:
-            raise self.failed(self._deferred)
+        self.raise_deferred()
         if self.phase is Phase.BACKWARD:
             raise self.failed(StateError(messages.NOT_FINALIZED))
 

@@ -75,7 +75,7 @@ class Router:
         if self._decided or self._steps <= WARM_UP_STEPS:
             return
         self._seconds[self._gathers].append(time.perf_counter() - self._began)
-        if self._steps == WARM_UP_STEPS + 2 * TRIALS:
+        if self._steps >= WARM_UP_STEPS + 2 * TRIALS:
             self._decide()
 
     def _decide(self) -> None:

@@ -6,26 +6,31 @@ ranks exchange what they hold, so that every one of them can name the difference
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
-from gradsync.ddp.bucket import Slot
 from gradsync.ddp.collectives import all_gather, wait
 from gradsync.errors import ModelMismatchError
 
 
 def verify_same_model(
-    group: dist.ProcessGroup, slots: Sequence[Slot], settings: dict[str, object]
+    group: dist.ProcessGroup,
+    tensors: Sequence[tuple[str, Tensor]],
+    sparse: Collection[str],
+    settings: dict[str, object],
 ) -> None:
     """Raise ``ModelMismatchError`` on every rank of ``group`` if any two ranks differ.
 
+    ``tensors`` are the parameters and buffers by name, ``sparse`` those whose gradients are.
     ``settings`` are constructor arguments that have to agree as well.
     """
-    text = json.dumps([[_facts(slot) for slot in slots], settings], sort_keys=True).encode()
-    device = slots[0].param.device
+    facts = [_facts(name, tensor, name in sparse) for name, tensor in tensors]
+    text = json.dumps([facts, settings], sort_keys=True).encode()
+    device = tensors[0][1].device
     mine = [len(text), *_digest(text)]
     encoded = torch.tensor(mine, dtype=torch.int64, device=device)
     digests = _exchange(group, encoded, "the comparison of models at construction")
@@ -39,13 +44,15 @@ def verify_same_model(
     raise ModelMismatchError(_difference(group.rank(), held))
 
 
-def _facts(slot: Slot) -> dict[str, object]:
+def _facts(name: str, tensor: Tensor, sparse: bool) -> dict[str, object]:
     return {
-        "name": slot.name,
-        "shape": list(slot.param.shape),
-        "dtype": str(slot.param.dtype).removeprefix("torch."),
-        "stride": list(slot.param.stride()),
-        "sparse": slot.sparse,
+        "kind": "parameter" if isinstance(tensor, Parameter) else "buffer",
+        "name": name,
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "stride": list(tensor.stride()),
+        "sparse": sparse,
+        "frozen": not tensor.requires_grad,
     }
 
 
@@ -70,23 +77,29 @@ def _difference(
     for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         if a != b:
             return head + (
-                f"parameter {index} differs between rank 0 and rank {other}: rank 0 has "
+                f"{a['kind']} {index} differs between rank 0 and rank {other}: rank 0 has "
                 f"{_show(a)}; rank {other} has {_show(b)}."
             )
     if len(ours) != len(theirs):
         longer, more = (0, ours) if len(ours) > len(theirs) else (other, theirs)
         extra = more[min(len(ours), len(theirs))]
         return head + (
-            f"rank 0 has {len(ours)} parameters and rank {other} has {len(theirs)}: the first "
-            f"that only rank {longer} has is {_show(extra)}."
+            f"rank 0 has {len(ours)} parameters and buffers and rank {other} has {len(theirs)}: "
+            f"the first that only rank {longer} has is {_show(extra)}."
         )
     name = next(key for key in our_settings if our_settings[key] != their_settings.get(key))
-    return head.replace("model", "arguments") + (
+    return (
+        f"rank {rank}: DistributedDataParallel expects the same arguments on every rank, but "
         f"{name} is {our_settings[name]!r} on rank 0 and {their_settings.get(name)!r} on rank "
         f"{other}."
     )
 
 
 def _show(fact: dict[str, object]) -> str:
-    notes = f", strides {fact['stride']}" + (", sparse gradient" if fact["sparse"] else "")
-    return f"{fact['name']} of shape {fact['shape']}, {fact['dtype']}{notes}"
+    notes = ""
+    if fact["kind"] == "parameter":
+        notes = ", frozen" if fact["frozen"] else ", trainable"
+    notes += ", sparse gradient" if fact["sparse"] else ""
+    return (
+        f"{fact['name']} of shape {fact['shape']}, {fact['dtype']}, strides {fact['stride']}{notes}"
+    )

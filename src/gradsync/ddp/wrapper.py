@@ -7,7 +7,7 @@ this forward asks for a reduction. Gradients are the reducer's.
 import copy
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -108,6 +108,14 @@ class DistributedDataParallel(TorchSurface):
         arguments.check_supported(
             delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision
         )
+        arguments.check_flags(
+            init_sync=init_sync,
+            find_unused_parameters=find_unused_parameters,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            batched_grad_copy=batched_grad_copy,
+        )
         arguments.warn_of_deprecated(broadcast_buffers, forward_sync_buffers, check_reduction)
         if not isinstance(module, nn.Module):
             raise ArgumentError(f"module must be a torch.nn.Module, got {type(module).__name__}.")
@@ -131,14 +139,14 @@ class DistributedDataParallel(TorchSurface):
         self.output_device = devices.output_device
 
         if forward_sync_buffers is None:
-            self.forward_sync_buffers = init_sync_buffers = broadcast_buffers is not False
+            self.forward_sync_buffers = self._init_sync_buffers = broadcast_buffers is not False
         else:
-            self.forward_sync_buffers, init_sync_buffers = bool(forward_sync_buffers), True
-        self.find_unused_parameters = bool(find_unused_parameters)
-        self.gradient_as_bucket_view = bool(gradient_as_bucket_view)
-        self.skip_all_reduce_unused_params = bool(skip_all_reduce_unused_params)
-        self.batched_grad_copy = bool(batched_grad_copy)
-        self.static_graph = bool(static_graph)
+            self.forward_sync_buffers, self._init_sync_buffers = forward_sync_buffers, True
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.batched_grad_copy = batched_grad_copy
+        self.static_graph = static_graph
         self.mixed_precision = mixed_precision
         self._caps = (bucket_cap_mb, bucket_cap_mb_list)
         self.broadcast_bucket_size = 250 * 1024 * 1024
@@ -153,7 +161,7 @@ class DistributedDataParallel(TorchSurface):
 
         self._build_reducer(verify=init_sync)
         if init_sync:
-            self._sync_module_states(0, with_buffers=init_sync_buffers)
+            self._sync_module_states(0)
 
     # ---------------------------------------------------------------- construction
 
@@ -181,24 +189,28 @@ class DistributedDataParallel(TorchSurface):
         if verify:
             verify_same_model(
                 self.process_group,
-                self.reducer.slots,
+                self._synced_tensors(),
+                {slot.name for slot in self.reducer.slots if slot.sparse},
                 {
-                    "bucket_cap_mb": self._caps[0],
-                    "bucket_cap_mb_list": list(self._caps[1] or ()),
+                    "bucket_cap_mb": _plain(self._caps[0]),
+                    "bucket_cap_mb_list": [_plain(cap) for cap in self._caps[1] or ()],
+                    "forward_sync_buffers": self.forward_sync_buffers,
                     "find_unused_parameters": self.find_unused_parameters,
                     "static_graph": self.static_graph,
                     "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
                 },
             )
 
-    def _sync_module_states(self, source: int, *, with_buffers: bool) -> None:
-        tensors: list[Tensor] = [param for _, param in self._managed_parameters()]
-        if with_buffers:
-            tensors += self.modules_buffers
+    def _synced_tensors(self) -> list[tuple[str, Tensor]]:
+        """What construction makes equal on all ranks, by name."""
+        buffers = self.named_module_buffers if self._init_sync_buffers else {}
+        return [*self._managed_parameters(), *buffers.items()]
+
+    def _sync_module_states(self, source: int) -> None:
         if self.process_group.size() > 1:
             Broadcaster(self.broadcast_bucket_size).run(
                 self.process_group,
-                tensors,
+                [tensor for _, tensor in self._synced_tensors()],
                 source,
                 lambda: f"the broadcast of the model from rank {source}",
             )
@@ -290,8 +302,10 @@ class DistributedDataParallel(TorchSurface):
 
     def _unfreeze(self) -> None:
         """Parameters that were frozen at construction train now: reduce them from now on."""
-        self._unhook()
+        self.reducer.raise_deferred()
+        before = self.reducer
         self._build_reducer(verify=True)
+        self.reducer.take_over(before)
 
     # ---------------------------------------------------------------- buffers
 
@@ -352,6 +366,20 @@ class DistributedDataParallel(TorchSurface):
         super().train(mode)
         return self
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Keep the hooks when parameters change dtype or device (``ddp.double()``).
+
+        Autograd gives such a parameter a new node, which the old hook is not on.
+        """
+        kinds = [(param.dtype, param.device) for param in self._module_parameters]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if kinds != [(param.dtype, param.device) for param in self._module_parameters]:
+            before = self.reducer
+            self._build_reducer(verify=False)
+            self.reducer.take_over(before)
+            self.device = self.reducer.slots[0].param.device
+        return self
+
     def _set_static_graph(self) -> None:
         """Promise a static graph after construction, before the first backward."""
         if self.static_graph:
@@ -369,9 +397,19 @@ class DistributedDataParallel(TorchSurface):
 
         Hooks and weights stay. A rank outside the new group keeps its old one.
         """
+        if not isinstance(new_process_group, dist.ProcessGroup | dist.GroupMember | int):
+            raise ArgumentError(
+                "new_process_group must be a torch.distributed.ProcessGroup, got "
+                f"{type(new_process_group).__name__}."
+            )
         if not _rank_not_in_group(new_process_group):
             self.process_group = new_process_group
         self.reducer.reset(self.process_group)
+
+
+def _plain(number: float | None) -> float | None:
+    """As Python's own number: numpy's cannot be compared as text."""
+    return None if number is None else int(number) if number == int(number) else float(number)
 
 
 def _caps(
