@@ -29,7 +29,7 @@ from gradsync.ddp.autograd import (
     in_nested_backward,
     watch_outputs,
 )
-from gradsync.ddp.bucket import Bucket, Packing, Slot, SparseBucket, make_buckets
+from gradsync.ddp.bucket import Bucket, Packing, Slot
 from gradsync.ddp.collectives import all_reduce, broadcast, is_foreign, wait
 from gradsync.ddp.plan import MIB, BucketCaps, Item, Plan, initial_plan, make_plan
 from gradsync.ddp.rollcall import (
@@ -42,11 +42,12 @@ from gradsync.ddp.rollcall import (
     write_trailer,
 )
 from gradsync.ddp.route import Router
+from gradsync.ddp.special_buckets import SparseBucket, make_buckets
 from gradsync.ddp.usage import Unreached, find_unreached, settle_unused, used_here
+from gradsync.ddp.verdicts import Verdicts
 from gradsync.errors import (
     ArgumentError,
     GraphChangedError,
-    PeerStepError,
     ReadyTwiceError,
     StateError,
 )
@@ -120,9 +121,7 @@ class Reducer:
         self._unused_before: list[Slot] | None = None
         self._frozen: list[Slot] = []
         self._rows: dict[Slot, Tensor] = {}  # of sparse gradients, where they are announced
-        self._left_out: dict[int, list[Slot]] = {}  # by rank: unused since the last forward
-        self._judged = False  # a backward since the last forward has been judged
-        self._deferred: Exception | None = None  # for the next forward to raise
+        self._verdicts = Verdicts()
         self._router: Router | None = None
         self._set_group(group)
         self._install(initial_plan(self._items(), self.caps.initial))
@@ -166,7 +165,7 @@ class Reducer:
         self._set_group(group)
         self.has_rebuilt = False
         self._order = None
-        self._deferred = None
+        self._verdicts = Verdicts()
         self._used_anywhere = None
         self._router = None
         for slot in self.slots:
@@ -266,11 +265,7 @@ class Reducer:
 
     def raise_deferred(self) -> None:
         """Raise what the backwards since the last forward have left to say."""
-        left_out, self._left_out, self._judged = self._left_out, {}, False
-        error, self._deferred = self._deferred, None
-        if error is None and left_out:
-            message = messages.graph_changed if self.static_graph else messages.unused_parameters
-            error = message(self.rank, self.step, left_out)
+        error = self._verdicts.take(self.rank, self.step, static_graph=self.static_graph)
         if error is not None:
             raise self.failed(error)
 
@@ -375,7 +370,9 @@ class Reducer:
             return
         if self.static_graph:
             lacking = [each for each in self.slots if each.fires < each.due]
-            self._deferred = messages.graph_changed(self.rank, self.step, {self.rank: lacking})
+            self._verdicts.deferred = messages.graph_changed(
+                self.rank, self.step, {self.rank: lacking}
+            )
             raise self.failed(GraphChangedError(messages.newly_used(self.rank, slot)))
         raise self.failed(ReadyTwiceError(messages.ready_twice(self.rank, slot)))
 
@@ -417,7 +414,7 @@ class Reducer:
         try:
             self._give_up()
         except RuntimeError as error:  # nobody to raise it to: the engine is cleaning up
-            self._deferred = error
+            self._verdicts.deferred = error
         finally:
             self._end_step()
 
@@ -462,7 +459,9 @@ class Reducer:
                 self._unreached.stale,
                 self._usage(statements),
             )
-        self._judge(statements)
+        error = self._verdicts.judge(self.rank, self.step, statements, self.slots)
+        if error is not None:
+            raise self.failed(error)
         self._remember()
 
     def _wait_for_buckets(self) -> Iterator[Bucket]:
@@ -535,27 +534,6 @@ class Reducer:
         """In the order in which gradients were complete; those that never were come last."""
         last = {slot.index: at for at, slot in enumerate(self._arrivals)}
         return sorted(range(len(self.slots)), key=lambda i: last.get(i, len(self._arrivals)))
-
-    def _judge(self, statements: Sequence[Statement]) -> None:
-        """Raise, now or at the next forward, what all ranks raise."""
-        gone = [r for r, s in enumerate(statements) if s.incidents & Incident.ABANDONED]
-        if gone:
-            raise self.failed(PeerStepError(messages.abandoned(self.rank, self.step, gone)))
-        failed = [r for r, s in enumerate(statements) if s.incidents & Incident.FORWARD_FAILED]
-        if failed and len({s.forwards for s in statements}) > 1:
-            raise self.failed(PeerStepError(messages.out_of_step(self.rank, self.step, failed)))
-        # One forward may have several backwards: unused is what none of them reached.
-        unused = {
-            rank: [
-                slot
-                for slot in self.slots
-                if said.unused[slot.index]
-                and (not self._judged or slot in self._left_out.get(rank, ()))
-            ]
-            for rank, said in enumerate(statements)
-        }
-        self._left_out = {rank: slots for rank, slots in unused.items() if slots}
-        self._judged = True
 
     def _end_step(self) -> None:
         for slot in self.slots:
