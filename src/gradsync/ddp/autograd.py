@@ -19,6 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 RPC_AVAILABLE = rpc.is_available()
 if RPC_AVAILABLE:
+    from torch._C._distributed_autograd import _current_context
+    from torch._C._distributed_rpc import _is_current_rpc_agent_set
     from torch.distributed.rpc import RRef
 
 _engine = torch.autograd.Variable._execution_engine
@@ -173,6 +175,17 @@ _LONE_REFERENCES = _references(_LONE.untyped_storage())
 def in_backward() -> bool:
     """Is this thread inside a backward pass (as in the recomputation of a checkpoint)?"""
     return _graph_task_id() != -1
+
+
+def in_distributed_autograd() -> bool:
+    """Is this thread inside a ``torch.distributed.autograd.context``?"""
+    if not RPC_AVAILABLE or not _is_current_rpc_agent_set():
+        return False
+    try:
+        _current_context()
+    except RuntimeError:  # that is how it says no
+        return False
+    return True
 
 
 def in_nested_backward() -> bool:

@@ -22,7 +22,7 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn.parameter import Parameter
 
 from gradsync.ddp import arguments
-from gradsync.ddp.autograd import in_backward
+from gradsync.ddp.autograd import in_backward, in_distributed_autograd
 from gradsync.ddp.buffers import BufferSync
 from gradsync.ddp.collectives import Broadcaster
 from gradsync.ddp.plan import BucketCaps, bucket_caps
@@ -242,6 +242,11 @@ class DistributedDataParallel(TorchSurface):
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._asks_for_reduction():
+            if in_distributed_autograd():
+                raise NotImplementedError(
+                    "DistributedDataParallel under torch.distributed.autograd is not part of "
+                    "gradsync yet: gradients would stay in the autograd context, unreduced."
+                )
             if self._frozen and any(param.requires_grad for param in self._frozen):
                 self._unfreeze()
             self.reducer.start_forward()
