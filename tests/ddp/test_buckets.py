@@ -256,14 +256,15 @@ def test_alone_in_the_world_no_collective_is_issued(pool: WorkerPool, views: boo
 def test_a_small_model_is_reduced_by_one_collective_a_step_in_a_long_run_as_well(
     pool: WorkerPool, views: bool
 ) -> None:
-    """Which collective it is may be found by trying; the result may not depend on it."""
+    """An all-reduce, or an exchange, is found by trying; the result may not depend on it."""
 
     def run(rank: int, world: int) -> None:
         for more in ({}, {"find_unused_parameters": True}):
             settings = {"gradient_as_bucket_view": views} | more
             check(rank, world, Net, ddp=settings, steps=40, against=["torch"])
             steps = collectives_by_step(DDP(seeded(Net), **settings), rank, 60)
-            extra = [index for index, ops in enumerate(steps) if len(ops) != 1]
+            single = (["allreduce"], ["recv", "send"])
+            extra = [index for index, ops in enumerate(steps) if ops not in single]
             assert len(extra) <= 2, steps  # one to rebuild, one to agree on the trial's result
             assert all(index < 40 for index in extra), steps
 
@@ -275,9 +276,9 @@ def test_a_rank_that_fails_in_any_of_the_first_steps_leaves_the_others_with_an_e
 ) -> None:
     def run(rank: int, world: int) -> None:
         for failing in (0, 1):
-            for at in (0, 1, 2, 10, 11, 12, 24, 25, 26, 27):
+            for at in (0, 1, 2, 10, 11, 12, 32, 33, 34, 35):
                 model = DDP(seeded(Net))
-                for index in range(30):
+                for index in range(38):
                     model.zero_grad()
                     loss = loss_of(model(batch(index, rank)))
                     if index != at:
@@ -291,7 +292,7 @@ def test_a_rank_that_fails_in_any_of_the_first_steps_leaves_the_others_with_an_e
                     if rank == failing:
                         hook.remove()
                 reference = seeded(Net)
-                joined = torch.cat([batch(29, each) for each in range(world)])
+                joined = torch.cat([batch(37, each) for each in range(world)])
                 loss_of(reference(joined)).backward()
                 for ours, plain in zip(model.parameters(), reference.parameters(), strict=True):
                     torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-4, atol=1e-5)

@@ -340,6 +340,31 @@ class TestMismatch:
                     assert word in found[case], f"{case}: no {word!r} in {found[case]}"
 
     @pytest.mark.parametrize("ranks", [2, 3])
+    def test_every_rank_is_told_why_one_rank_could_not_construct(
+        self, pool: WorkerPool, ranks: int
+    ) -> None:
+        cases: dict[str, tuple[Callable[[], nn.Module], dict[str, object], str]] = {
+            "nothing to train": (frozen, {}, "any parameter that requires a gradient"),
+            "two kinds of devices": (mixed_devices, {}, "same type of devices"),
+            "bad cap": (small, {"bucket_cap_mb": "big"}, "bucket_cap_mb must be a size"),
+            "bad flag": (small, {"static_graph": "no"}, "static_graph must be True or False"),
+        }
+
+        def run(rank: int, world: int) -> None:
+            for case, (module, settings, words) in cases.items():
+                for failing in range(world):
+                    alone = rank == failing
+                    ddp, began = (module(), settings) if alone else (small(), {}), time.monotonic()
+                    error = caught(lambda: OurDDP(ddp[0], **ddp[1]), Exception)  # noqa: B023
+                    assert time.monotonic() - began < 5, case
+                    assert words in str(error), f"{case}: {error}"
+                    assert isinstance(error, ModelMismatchError) != alone, f"{case}: {error!r}"
+                    assert alone or f"rank {rank}: rank {failing} could not" in str(error)
+            OurDDP(nn.Linear(4, 4))(batch(rank)).sum().backward()  # the group is still good
+
+        pool.run(run, ranks=ranks, timeout=LIMIT)
+
+    @pytest.mark.parametrize("ranks", [2, 3])
     def test_every_rank_is_told_which_argument_differs(self, pool: WorkerPool, ranks: int) -> None:
         def run(rank: int, world: int) -> dict[str, str]:
             found = {}

@@ -58,7 +58,7 @@ class Slot:
         self.eager = False  # large: goes into its bucket as soon as it is ready
         self.packed = False  # is in its bucket, in this step
         self.shares = False  # its gradient came on the memory of another's
-        self.lendable = False  # its gradient was found to share memory with nothing
+        self.lendable: bool | None = None  # its gradient shares no memory; None: not looked at
         self.bucket: Bucket
         self.view: Tensor  # its part of the bucket's buffer
 

@@ -42,7 +42,7 @@ from gradsync.ddp.rollcall import (
     write_trailer,
 )
 from gradsync.ddp.route import Router
-from gradsync.ddp.special_buckets import SparseBucket, make_buckets
+from gradsync.ddp.special_buckets import SoloBucket, SparseBucket, make_buckets
 from gradsync.ddp.usage import Unreached, find_unreached, settle_unused, used_here
 from gradsync.ddp.verdicts import Verdicts
 from gradsync.errors import (
@@ -113,6 +113,7 @@ class Reducer:
         self._next = 0  # the next bucket to launch
         self._unreached = Unreached()
         self._incidents = Incident(0)
+        self._unseen: list[SoloBucket] = []  # nothing is packed yet, see [Note: lending]
         # from step to step
         self._forwards = 0  # since the last reduction
         self._outputs_seen = False  # of the last forward that armed us
@@ -242,6 +243,11 @@ class Reducer:
         self._next = 0
         for bucket in self.buckets:
             bucket.arm()
+        self._unseen = [
+            bucket
+            for bucket in self.buckets
+            if isinstance(bucket, SoloBucket) and bucket.slots[0].lendable is None
+        ]
 
     # ---------------------------------------------------------------- forward
 
@@ -377,7 +383,9 @@ class Reducer:
         raise self.failed(ReadyTwiceError(messages.ready_twice(self.rank, slot)))
 
     def _pack_large(self, slot: Slot) -> None:
-        if not self._learning and (not self._alone or self.options.as_views):
+        if self._learning or self._unseen:
+            return
+        if not self._alone or self.options.as_views:
             with torch.no_grad():
                 slot.bucket.pack_large(slot)
 
@@ -386,9 +394,9 @@ class Reducer:
         if self._learning:
             return  # any gradient may come a second time
         buckets = self.buckets
-        while self._next < len(buckets) and not buckets[self._next].pending:
+        while not self._unseen and self._next < len(buckets) and not buckets[self._next].pending:
             self._launch(buckets[self._next])
-        if self.phase is Phase.NESTED and self._next == len(buckets):
+        if self.phase is Phase.NESTED and not any(bucket.pending for bucket in buckets):
             self._await_end()
 
     def _launch(self, bucket: Bucket) -> None:
@@ -406,7 +414,7 @@ class Reducer:
         if self._router is None:
             bucket.work = all_reduce(self.group, bucket.payload)
         else:
-            bucket.work = self._router.start(bucket.payload)
+            bucket.work = self._router.start(bucket)
 
     def _abandon(self) -> None:
         """The backward raised: end the step as far as the other ranks are concerned."""
@@ -448,6 +456,8 @@ class Reducer:
         if self.options.find_unused or self._next < len(self.buckets):
             with record_function("search_unused_parameters"):
                 self._look_for_unused()
+        for solo in self._unseen:
+            solo.look()
         for bucket in self.buckets[self._next :]:
             self._launch_late(bucket)
         for bucket in self._wait_for_buckets():

@@ -1,9 +1,10 @@
-"""Which collective sums a small model's gradients faster, found by trying both.
+"""Which way small buckets are summed faster by two ranks, found by trying both.
 
-[Note: two routes] On gloo an all-reduce of a few kB takes two to three times as long as an
-all-gather followed by a local sum, since its ring has more hand-overs between threads; for large
-buckets it is the other way round. With two ranks both give the same bits, as addition commutes,
-so the choice may depend on a measurement. With more they may not, and the all-reduce stays.
+[Note: two routes] Two ranks can sum a bucket without an all-reduce: each sends the other all of
+its own and adds what it gets. The bytes on the wire are the same, but gloo's ring has several
+hand-overs between threads, which for a few kB take most of the time. For large buckets the ring
+is faster, since it adds while it receives. Both give the same bits, as addition commutes, so
+the choice may depend on a measurement.
 """
 
 import time
@@ -17,71 +18,98 @@ from torch import Tensor
 from gradsync.ddp.bucket import Bucket
 from gradsync.ddp.collectives import Work, all_reduce, broadcast, is_foreign, wait
 
-SMALL_BYTES = 256 * 1024
+SMALL_BYTES = 1024 * 1024
 WARM_UP_STEPS = 10
-TRIALS = 8  # of each route
+TRIALS = 12  # of each route
+TAG = 0x67726164  # of our messages, far from those that programs count up from 0
 
 
-class GatherSum:
-    """An all-gather under way, which ends as a sum in ``tensor``: a work like others."""
+class Exchange:
+    """A bucket on its way to the other rank, and the other's to us: a work like others."""
 
-    def __init__(self, group: dist.ProcessGroup, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._parts = [torch.empty_like(tensor) for _ in range(group.size())]
-        self._work: Work = group.allgather([self._parts], [tensor])
+    def __init__(self, group: dist.ProcessGroup, mine: Tensor, theirs: Tensor, tag: int) -> None:
+        other = 1 - group.rank()
+        self._mine = mine
+        self._theirs = theirs
+        self._works: Sequence[Work] = (
+            group.recv([theirs], other, tag),
+            group.send([mine], other, tag),
+        )
 
     def wait(self) -> None:
-        """Wait for the parts and add them up."""
-        self._work.wait()
-        torch.add(*self._parts, out=self._tensor)
+        """Wait for both and add them up."""
+        for work in self._works:
+            work.wait()
+        self._mine.add_(self._theirs)
 
 
 class Router:
-    """Starts the sum of a model's only bucket by the route that is faster here."""
+    """Starts the sums of small buckets by the route that is faster here.
+
+    The last bucket of a step is the one that is timed: nothing is left to overlap it with.
+    """
 
     @staticmethod
     def suits(group: dist.ProcessGroup, buckets: Sequence[Bucket]) -> bool:
         """Is there a choice to make?"""
         return (
-            len(buckets) == 1
-            and buckets[0].nbytes <= SMALL_BYTES
-            and buckets[0].device.type == "cpu"
-            and not buckets[0].dtype.is_complex
-            and group.size() == 2
+            group.size() == 2
             and not is_foreign(group)
             and group.name() == "gloo"
+            and _is_small(buckets[-1])
         )
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+        self._theirs: dict[int, Tensor] = {}  # by bucket
         self._steps = 0
         self._began = 0.0
-        self._gathers = False
+        self._exchanges = False
+        self._timed = False
         self._decided = False
         self._seconds: dict[bool, list[float]] = {False: [], True: []}
 
-    def start(self, payload: Tensor) -> Work:
+    def start(self, bucket: Bucket) -> Work:
         """Begin the sum."""
-        if not self._decided:
-            self._steps += 1
-            self._gathers = self._steps > WARM_UP_STEPS and self._steps % 2 == 0
-            self._began = time.perf_counter()
-        return (
-            GatherSum(self._group, payload) if self._gathers else all_reduce(self._group, payload)
-        )
+        exchanges = self._exchanges
+        if bucket.extra and not self._decided:
+            self._count_step()
+        payload = bucket.payload
+        if not exchanges or not _is_small(bucket):
+            return all_reduce(self._group, payload)
+        theirs = self._theirs.get(bucket.index)
+        if theirs is None or theirs.shape != payload.shape or theirs.dtype != payload.dtype:
+            self._theirs[bucket.index] = theirs = torch.empty_like(payload)
+        return Exchange(self._group, payload, theirs, TAG + bucket.index)
+
+    def _count_step(self) -> None:
+        """The last bucket of a step: take the time, and choose a route for the next step."""
+        self._steps += 1
+        self._timed = self._exchanges
+        self._began = time.perf_counter()
+        self._exchanges = self._steps >= WARM_UP_STEPS and not self._exchanges
 
     def done(self) -> None:
-        """The sum is there."""
+        """All sums of a step are there."""
         if self._decided or self._steps <= WARM_UP_STEPS:
             return
-        self._seconds[self._gathers].append(time.perf_counter() - self._began)
+        self._seconds[self._timed].append(time.perf_counter() - self._began)
         if self._steps >= WARM_UP_STEPS + 2 * TRIALS:
             self._decide()
 
     def _decide(self) -> None:
-        """Take rank 0's word for it, since all ranks have to go the same way."""
+        """Take rank 0's word for it, since both ranks have to go the same way."""
         faster = median(self._seconds[True]) < median(self._seconds[False])
         choice = torch.tensor([int(faster)])
         wait(broadcast(self._group, choice, 0), self._group, lambda: "the choice of a route")
-        self._gathers = bool(choice.item())
+        self._exchanges = bool(choice.item())
         self._decided = True
+
+
+def _is_small(bucket: Bucket) -> bool:
+    return (
+        bucket.nbytes <= SMALL_BYTES
+        and type(bucket) is Bucket
+        and bucket.device.type == "cpu"
+        and not bucket.dtype.is_complex
+    )

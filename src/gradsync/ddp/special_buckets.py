@@ -53,9 +53,10 @@ class SoloBucket(Bucket):
     Only where this rank has no gradient, or one that cannot be lent, is there a real buffer.
 
     [Note: lending] Autograd may give two parameters gradients on the same memory (``a.t() +
-    b.t()``), and while a gradient is being accumulated nobody can tell. So nothing is lent in
-    the first step, at its end each gradient is looked at, and one that shares memory is never
-    lent. Should two that did not begin to share, the second one is an error, not a wrong sum.
+    b.t()``), and while a backward runs nobody can tell. So in the first one nothing is packed: at
+    its end each gradient is looked at, and one that shares memory is not lent. From then on
+    gradients are lent as they come. Should two that did not share begin to, the second one is an
+    error, not a wrong sum.
     """
 
     def __init__(self, slot: Slot, packing: Packing) -> None:
@@ -102,11 +103,21 @@ class SoloBucket(Bucket):
         if self._lent is not None:
             return
         super().unpack()
+        self.look()
         slot = self.slots[0]
-        gradient = slot.param.grad
-        slot.lendable = gradient is not None and not slot.shares and owns_memory(gradient)
         if slot.lendable:  # the buffer will not be needed again
             self._storage, self._views, slot.view = None, [], NOWHERE
+
+    def look(self) -> None:
+        """At the end of a backward: could the gradient have been lent?"""
+        slot = self.slots[0]
+        gradient = slot.param.grad
+        slot.lendable = (
+            gradient is not None
+            and gradient.layout is torch.strided
+            and not slot.shares
+            and owns_memory(gradient)
+        )
 
     def allocate(self) -> None:
         super().allocate()

@@ -1,20 +1,25 @@
 """Cross-rank checks at construction: do all ranks hold the same model?
 
 One small collective decides it: an all-gather of a digest. Only if the digests differ do the
-ranks exchange what they hold, so that every one of them can name the difference.
+ranks exchange what they hold, so that every one of them can name the difference. A rank whose
+construction fails before that puts its error in the place of the digest.
 """
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from gradsync.ddp.collectives import all_gather, wait
 from gradsync.errors import ModelMismatchError
+
+LETTER_BYTES = 512
+FAILED = -1  # in place of a length
 
 
 def verify_same_model(
@@ -31,17 +36,41 @@ def verify_same_model(
     facts = [_facts(name, tensor, name in sparse) for name, tensor in tensors]
     text = json.dumps([facts, settings], sort_keys=True).encode()
     device = tensors[0][1].device
-    mine = [len(text), *_digest(text)]
-    encoded = torch.tensor(mine, dtype=torch.int64, device=device)
-    digests = _exchange(group, encoded, "the comparison of models at construction")
+    mine = _letter(len(text), hashlib.sha256(text).digest())
+    digests = _exchange(group, mine.to(device), "the comparison of models at construction")
     lengths = [int(digest[0]) for digest in digests]
-    if all(digest.tolist() == mine for digest in digests):
+    if all(torch.equal(digest, mine) for digest in digests):
         return
+    if FAILED in lengths:
+        failed = lengths.index(FAILED)
+        raise ModelMismatchError(
+            f"rank {group.rank()}: rank {failed} could not construct its DistributedDataParallel: "
+            f"{_read(digests[failed])}"
+        )
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     texts = _exchange(group, padded, "the exchange of differing models at construction")
     held = [json.loads(bytes(t[:n].tolist())) for t, n in zip(texts, lengths, strict=True)]
     raise ModelMismatchError(_difference(group.rank(), held))
+
+
+@contextmanager
+def failures_told(group: dist.ProcessGroup, module: nn.Module) -> Iterator[None]:
+    """Let the other ranks know when construction fails on this one.
+
+    They are waiting in ``verify_same_model``, or will be. We do not wait for them: if they never
+    come, the error must not be held up.
+    """
+    try:
+        yield
+    except Exception as error:
+        if group.size() > 1:
+            letter = _letter(FAILED, str(error).encode())
+            parameters = (p for p in module.parameters() if not p.is_meta)
+            device = next((p.device for p in parameters), torch.device("cpu"))
+            with suppress(RuntimeError):  # the error to see is the other one
+                all_gather(group, letter.to(device))
+        raise
 
 
 def _facts(name: str, tensor: Tensor, sparse: bool) -> dict[str, object]:
@@ -56,9 +85,17 @@ def _facts(name: str, tensor: Tensor, sparse: bool) -> dict[str, object]:
     }
 
 
-def _digest(text: bytes) -> list[int]:
-    digest = hashlib.sha256(text).digest()
-    return [int.from_bytes(digest[i : i + 8], "little", signed=True) for i in range(0, 32, 8)]
+def _letter(head: int, text: bytes) -> Tensor:
+    """A number and the beginning of a text, as what can be gathered."""  # 1D
+    letter = torch.zeros(1 + LETTER_BYTES // 8, dtype=torch.int64)
+    letter[0] = head
+    text = text[:LETTER_BYTES]
+    letter[1:].view(torch.uint8)[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return letter
+
+
+def _read(letter: Tensor) -> str:
+    return bytes(letter[1:].view(torch.uint8).tolist()).rstrip(b"\0").decode(errors="ignore")
 
 
 def _exchange(group: dist.ProcessGroup, tensor: Tensor, what: str) -> list[Tensor]:

@@ -8,7 +8,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -28,7 +28,7 @@ from gradsync.ddp.collectives import Broadcaster
 from gradsync.ddp.plan import BucketCaps, bucket_caps
 from gradsync.ddp.reducer import Phase, Reducer, ReducerOptions
 from gradsync.ddp.surface import TorchSurface
-from gradsync.ddp.verify import verify_same_model
+from gradsync.ddp.verify import failures_told, verify_same_model
 from gradsync.errors import ArgumentError, StateError
 
 
@@ -105,67 +105,68 @@ class DistributedDataParallel(TorchSurface):
         forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
-        arguments.check_supported(
-            delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision
-        )
-        arguments.check_flags(
-            init_sync=init_sync,
-            find_unused_parameters=find_unused_parameters,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            static_graph=static_graph,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-            batched_grad_copy=batched_grad_copy,
-        )
-        arguments.warn_of_deprecated(broadcast_buffers, forward_sync_buffers, check_reduction)
         if not isinstance(module, nn.Module):
             raise ArgumentError(f"module must be a torch.nn.Module, got {type(module).__name__}.")
-        if not isinstance(dim, int):
-            raise ArgumentError(f"dim must be an int, the batch dimension, got {dim!r}.")
         self.process_group = arguments.resolve_group(module, process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        self.parameters_to_ignore: set[str] = set(
-            getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-        )
-        self.module = module
-        self.dim = dim
-        named = self._managed_parameters()
-        arguments.check_parameters(named)
-        devices = arguments.resolve_devices(named, device_ids, output_device)
-        self.device = devices.device
-        self.device_type = devices.device.type
-        self.is_multi_device_module = devices.is_multi_device
-        self.device_ids = devices.device_ids
-        self.output_device = devices.output_device
+        with failures_told(self.process_group, module) if init_sync else nullcontext():
+            arguments.check_supported(
+                delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision
+            )
+            arguments.check_flags(
+                init_sync=init_sync,
+                find_unused_parameters=find_unused_parameters,
+                gradient_as_bucket_view=gradient_as_bucket_view,
+                static_graph=static_graph,
+                skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+                batched_grad_copy=batched_grad_copy,
+            )
+            arguments.warn_of_deprecated(broadcast_buffers, forward_sync_buffers, check_reduction)
+            if not isinstance(dim, int):
+                raise ArgumentError(f"dim must be an int, the batch dimension, got {dim!r}.")
+            self.parameters_to_ignore: set[str] = set(
+                getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+            )
+            self.module = module
+            self.dim = dim
+            named = self._managed_parameters()
+            arguments.check_parameters(named)
+            devices = arguments.resolve_devices(named, device_ids, output_device)
+            self.device = devices.device
+            self.device_type = devices.device.type
+            self.is_multi_device_module = devices.is_multi_device
+            self.device_ids = devices.device_ids
+            self.output_device = devices.output_device
 
-        if forward_sync_buffers is None:
-            self.forward_sync_buffers = self._init_sync_buffers = broadcast_buffers is not False
-        else:
-            self.forward_sync_buffers, self._init_sync_buffers = forward_sync_buffers, True
-        self.find_unused_parameters = find_unused_parameters
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
-        self.batched_grad_copy = batched_grad_copy
-        self.static_graph = static_graph
-        self.mixed_precision = mixed_precision
-        self._caps = (bucket_cap_mb, bucket_cap_mb_list)
-        self.broadcast_bucket_size = 250 * 1024 * 1024
-        self.use_side_stream_for_tensor_copies = True
-        self.require_backward_grad_sync = True
-        self.require_forward_param_sync = True
-        self.logger = None
-        self._ddp_sink_clone = True
-        self._buffer_sync = BufferSync()
-        if self.static_graph and self.find_unused_parameters:
-            arguments.warn_of_static_and_unused()
-
-        self._build_reducer(verify=init_sync)
+            if forward_sync_buffers is None:
+                self.forward_sync_buffers = self._init_sync_buffers = broadcast_buffers is not False
+            else:
+                self.forward_sync_buffers, self._init_sync_buffers = forward_sync_buffers, True
+            self.find_unused_parameters = find_unused_parameters
+            self.gradient_as_bucket_view = gradient_as_bucket_view
+            self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+            self.batched_grad_copy = batched_grad_copy
+            self.static_graph = static_graph
+            self.mixed_precision = mixed_precision
+            self._caps = (bucket_cap_mb, bucket_cap_mb_list)
+            self.broadcast_bucket_size = 250 * 1024 * 1024
+            self.use_side_stream_for_tensor_copies = True
+            self.require_backward_grad_sync = True
+            self.require_forward_param_sync = True
+            self.logger = None
+            self._ddp_sink_clone = True
+            self._buffer_sync = BufferSync()
+            if self.static_graph and self.find_unused_parameters:
+                arguments.warn_of_static_and_unused()
+            self._build_reducer()
         if init_sync:
+            self._verify_same_model()
             self._sync_module_states(0)
 
     # ---------------------------------------------------------------- construction
 
-    def _build_reducer(self, *, verify: bool) -> None:
+    def _build_reducer(self) -> None:
         parameters, sparse = self._build_params_for_reducer()
         names = self._build_debug_param_to_name_mapping(parameters)
         options = ReducerOptions(
@@ -186,20 +187,21 @@ class DistributedDataParallel(TorchSurface):
         self._unhook = weakref.finalize(self, self.reducer.remove_hooks)
         self._frozen = [p for _, p in self._managed_parameters() if not p.requires_grad]
         self._has_buffers = bool(self.modules_buffers)
-        if verify:
-            verify_same_model(
-                self.process_group,
-                self._synced_tensors(),
-                {slot.name for slot in self.reducer.slots if slot.sparse},
-                {
-                    "bucket_cap_mb": _plain(self._caps[0]),
-                    "bucket_cap_mb_list": [_plain(cap) for cap in self._caps[1] or ()],
-                    "forward_sync_buffers": self.forward_sync_buffers,
-                    "find_unused_parameters": self.find_unused_parameters,
-                    "static_graph": self.static_graph,
-                    "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
-                },
-            )
+
+    def _verify_same_model(self) -> None:
+        verify_same_model(
+            self.process_group,
+            self._synced_tensors(),
+            {slot.name for slot in self.reducer.slots if slot.sparse},
+            {
+                "bucket_cap_mb": _plain(self._caps[0]),
+                "bucket_cap_mb_list": [_plain(cap) for cap in self._caps[1] or ()],
+                "forward_sync_buffers": self.forward_sync_buffers,
+                "find_unused_parameters": self.find_unused_parameters,
+                "static_graph": self.static_graph,
+                "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
+            },
+        )
 
     def _synced_tensors(self) -> list[tuple[str, Tensor]]:
         """What construction makes equal on all ranks, by name."""
@@ -309,7 +311,8 @@ class DistributedDataParallel(TorchSurface):
         """Parameters that were frozen at construction train now: reduce them from now on."""
         self.reducer.raise_deferred()
         before = self.reducer
-        self._build_reducer(verify=True)
+        self._build_reducer()
+        self._verify_same_model()
         self.reducer.take_over(before)
 
     # ---------------------------------------------------------------- buffers
@@ -350,7 +353,7 @@ class DistributedDataParallel(TorchSurface):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = _get_default_group()
         self._buffer_sync = BufferSync()
-        self._build_reducer(verify=False)
+        self._build_reducer()
 
     def _check_default_group(self) -> None:
         if not dist.is_initialized() or self.process_group != _get_default_group():
@@ -380,7 +383,7 @@ class DistributedDataParallel(TorchSurface):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if kinds != [(param.dtype, param.device) for param in self._module_parameters]:
             before = self.reducer
-            self._build_reducer(verify=False)
+            self._build_reducer()
             self.reducer.take_over(before)
             self.device = self.reducer.slots[0].param.device
         return self
