@@ -16,6 +16,7 @@ __all__ = [
     "FaultError",
     "GradsyncError",
     "GraphChangedError",
+    "HookTypeError",
     "ModelMismatchError",
     "PeerStepError",
     "ReadyTwiceError",
@@ -52,6 +53,19 @@ class ArgumentError(UsageError, ValueError):
     ... except ValueError as error:
     ...     print(type(error).__name__)
     ArgumentError
+    """
+
+
+class HookTypeError(UsageError, TypeError):
+    """What was given as a communication hook, or returned by one, is not of the right type.
+
+    >>> import gradsync, torch
+    >>> ddp = gradsync.DistributedDataParallel(torch.nn.Linear(2, 2))
+    >>> try:
+    ...     ddp.register_comm_hook(None, "allreduce")
+    ... except TypeError as error:
+    ...     print(type(error).__name__)
+    HookTypeError
     """
 
 

@@ -98,6 +98,7 @@ class Bucket:
         self, slots: Sequence[Slot], packing: Packing, like: Tensor, *, extra: int = 0
     ) -> None:
         self.index = 0  # in the order of launch
+        self.is_last = False  # of those with gradients
         self.packing = packing
         self.slots = sorted(slots, key=lambda slot: slot.nbytes >= LARGE_BYTES)
         self.dtype = like.dtype
@@ -255,6 +256,27 @@ class Bucket:
             if gradient is not None and gradient is not slot.view and not slot.frozen:
                 gradient.copy_(slot.view)
 
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """The gradients in a tensor that is laid out like the payload, by slot."""
+        views, offset = [], 0
+        for slot in self.slots:
+            views.append(_view_like(slot.param, flat, offset))
+            offset += slot.param.numel()
+        return views
+
+    def receive(self, result: Tensor) -> None:
+        """Take ``result`` for the reduced payload: a hook may return any tensor."""
+        payload = self.payload
+        if result.is_set_to(payload):
+            return
+        if result.numel() != payload.numel():
+            raise StateError(
+                f"the hook returned a tensor of {result.numel()} elements for a bucket of "
+                f"{payload.numel()}. It has to return one value for each element of "
+                "bucket.buffer()."
+            )
+        payload.copy_(result.reshape(payload.shape))
+
     def _grads(self) -> list[Tensor]:
         return [slot.param.grad for slot in self.slots]  # type: ignore[misc]
 
@@ -276,14 +298,11 @@ class Bucket:
         # Whole multiples of 64 elements: gloo's ring is slower on an odd end.
         size = -(-(self.numel + self.extra) // 64) * 64 if self.extra else self.numel
         storage = torch.zeros(size, dtype=self.dtype, device=self.device)
-        offset = small = 0
-        for slot in self.slots:
-            slot.view = _view_like(slot.param, storage, offset)
-            offset += slot.param.numel()
-            small = small if slot.eager else offset
-        self._views = [slot.view for slot in self.slots]
+        self._views = self.views_of(storage)
+        for slot, view in zip(self.slots, self._views, strict=True):
+            slot.view = view
         self._small_views = self._views[: len(self._small)]
-        self._small_flat = storage[:small]
+        self._small_flat = storage[: sum(slot.param.numel() for slot in self._small)]
         self._tail = storage[self.numel : self.numel + self.extra]
         self._storage = storage
 

@@ -1,6 +1,8 @@
 """Module buffers: which there are, and making them those of one rank."""
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -33,6 +35,19 @@ def list_buffers(module: nn.Module, ignored: Collection[str]) -> list[Tensor]:
                     found[buffer] = None
             stack.extend(child for child in submodule._modules.values() if child is not None)
     return list(found)
+
+
+@dataclass(frozen=True)
+class BufferHook:
+    """A function of the user's that makes the buffers equal, in place of the broadcast."""
+
+    hook: Callable[[Any, dict[str, Tensor]], Any]
+    state: object
+    before_forward: bool
+
+    def run(self, buffers: dict[str, Tensor]) -> list[Any]:
+        """Call it; what it returns has to be waited for at the end of the backward."""
+        return list(self.hook(self.state, buffers) or ())
 
 
 class BufferSync:

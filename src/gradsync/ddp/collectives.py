@@ -4,6 +4,7 @@ The calls go to the group's own methods and not through ``torch.distributed``'s 
 those cost several times more per call, and a group need not be registered with them.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,19 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from gradsync.errors import CollectiveError
 
-Work = Any  # dist.Work, or what a custom group returns in its place
+Work = Any  # dist.Work, what a custom group returns in its place, or a LocalWork
+
+
+class LocalWork(ABC):
+    """Something under way that ends with work of our own, and so in ``wait``."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait for what is under way and do the rest."""
+
+    def is_completed(self) -> bool:
+        """Would ``wait`` return without waiting?"""
+        return False
 
 
 def all_reduce(group: dist.ProcessGroup, tensor: Tensor) -> Work:
@@ -51,7 +64,7 @@ def is_foreign(group: dist.ProcessGroup) -> bool:
 def wait(work: Work, group: dist.ProcessGroup, describe: Callable[[], str]) -> None:
     """Wait until ``work`` is done; a failure is raised with what was waited for."""
     try:
-        if type(group) is dist.ProcessGroup:
+        if isinstance(work, LocalWork) or not is_foreign(group):
             work.wait()
         else:
             work.get_future().wait()

@@ -28,6 +28,16 @@ HIDDEN_OUTPUTS = (
     "or dataclasses of them, or checkpoint with use_reentrant=False."
 )
 
+HOOK_TWICE = (
+    "register_comm_hook or register_builtin_comm_hook can only be called once: this "
+    "DistributedDataParallel has a hook already. Wrap the module anew for another one."
+)
+
+HOOK_IN_BACKWARD = (
+    "register_comm_hook should be called before calling backward: a backward is running. Register "
+    "the hook right after the construction."
+)
+
 FORWARD_IN_BACKWARD = (
     "a forward of this module began while a backward of it was still running in another "
     "thread. Forward and backward of one DistributedDataParallel must take turns; wrap a second "

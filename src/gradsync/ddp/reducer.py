@@ -9,8 +9,7 @@ fired when the backward ends was not used on this rank. Its buckets launch then,
 every rank alike, and the trailer of the last one tells what was used elsewhere.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
 
@@ -30,27 +29,23 @@ from gradsync.ddp.autograd import (
     watch_outputs,
 )
 from gradsync.ddp.bucket import Bucket, Packing, Slot
-from gradsync.ddp.collectives import all_reduce, broadcast, is_foreign, wait
-from gradsync.ddp.plan import MIB, BucketCaps, Item, Plan, initial_plan, make_plan
+from gradsync.ddp.clock import StepClock
+from gradsync.ddp.collectives import Work, broadcast, is_foreign, wait
+from gradsync.ddp.comm_hook import CommHook, GradBucket, Hook, sum_hook
+from gradsync.ddp.layout import Layout, ReducerOptions
 from gradsync.ddp.rollcall import (
     Incident,
     RollCall,
     Statement,
     has_incident,
-    trailer_size,
     usage_counts,
     write_trailer,
 )
-from gradsync.ddp.route import Router
-from gradsync.ddp.special_buckets import SoloBucket, SparseBucket, make_buckets
+from gradsync.ddp.route import Summation
+from gradsync.ddp.special_buckets import SoloBucket
 from gradsync.ddp.usage import Unreached, find_unreached, settle_unused, used_here
 from gradsync.ddp.verdicts import Verdicts
-from gradsync.errors import (
-    ArgumentError,
-    GraphChangedError,
-    ReadyTwiceError,
-    StateError,
-)
+from gradsync.errors import GraphChangedError, ReadyTwiceError, StateError
 
 
 class Phase(Enum):
@@ -72,18 +67,13 @@ class Phase(Enum):
     FINALIZE = auto()  # all gradients are there
 
 
-@dataclass(frozen=True)
-class ReducerOptions:
-    """What the constructor of DDP asked for, as far as the reducer is concerned."""
-
-    caps: Callable[[bool], BucketCaps]  # given whether buckets will be rebuilt
-    find_unused: bool = False
-    as_views: bool = False
-    skip_unused: bool = False
-
-
 class Reducer:
-    """Averages the gradients of ``parameters`` over the ranks of ``group``."""
+    """Averages the gradients of ``parameters`` over the ranks of ``group``.
+
+    Features that act on a step do it from outside, through three places that are None otherwise:
+    ``reduction`` sums a bucket, ``on_reduced`` gets each one as soon as it is reduced, and
+    ``on_backward_end`` runs at the end of each backward, reduced or not.
+    """
 
     def __init__(
         self,
@@ -100,20 +90,29 @@ class Reducer:
         ]
         self.options = options
         self.packing = Packing(as_views=options.as_views)
-        self.static_graph = static_graph
+        self.layout = Layout(self.slots, self.packing, options)
+        self.layout.static_graph = static_graph
+        self.clock = StepClock()
+        self.on_reduced: Callable[[Sequence[Slot]], None] | None = None
+        self.on_backward_end: Callable[[], None] | None = None
+        self.also_wait_for: list[torch.futures.Future[object]] = []  # at the end of this step
         self.phase = Phase.IDLE
         self.step = 0  # reductions begun
         self.buckets_reduced = 0  # in the last step
         self.has_rebuilt = False
         self.graph_is_static = True  # so far every step used the same parameters
+        self.arrival_order: list[int] = []  # of the last step's gradients
+        self.unused: list[Slot] = []  # in the last step, on this rank
         self.last_error: str | None = None
-        self._device = self.slots[0].param.device
         # of this step
         self._arrivals: list[Slot] = []  # in the order of their gradients
         self._next = 0  # the next bucket to launch
+        self._settled = 0  # the next bucket to unpack
         self._unreached = Unreached()
         self._incidents = Incident(0)
         self._unseen: list[SoloBucket] = []  # nothing is packed yet, see [Note: lending]
+        self._ends_locally = False  # on_backward_end is scheduled
+        self._active_ranks: Work = None  # a sum on its way, of what to divide by
         # from step to step
         self._forwards = 0  # since the last reduction
         self._outputs_seen = False  # of the last forward that armed us
@@ -121,28 +120,18 @@ class Reducer:
         self._used_anywhere: list[bool] | None = None  # what a static graph uses, once known
         self._unused_before: list[Slot] | None = None
         self._frozen: list[Slot] = []
-        self._rows: dict[Slot, Tensor] = {}  # of sparse gradients, where they are announced
         self._verdicts = Verdicts()
-        self._router: Router | None = None
         self._set_group(group)
-        self._install(initial_plan(self._items(), self.caps.initial))
-        self._watches = [GradientWatch(slot.param, self._hook(slot)) for slot in self.slots]
+        self._install(self.layout.initial(with_usage=self._with_usage))
+        self._watches: list[GradientWatch] = []
+        self.watch()
 
     # ---------------------------------------------------------------- construction
 
     @property
-    def caps(self) -> BucketCaps:
-        """How large buckets may grow."""
-        return self.options.caps(self._will_rebuild)
-
-    @property
-    def _will_rebuild(self) -> bool:
-        return self.static_graph or not self.options.find_unused
-
-    @property
-    def _solo_bytes(self) -> float:
-        """From which size on a gradient has a bucket for itself, and is not copied."""
-        return max(self.caps.cap_bytes / 4, MIB)
+    def static_graph(self) -> bool:
+        """Was it promised that all steps are alike?"""
+        return self.layout.static_graph
 
     @property
     def _learning(self) -> bool:
@@ -150,33 +139,69 @@ class Reducer:
         return self.static_graph and self._used_anywhere is None
 
     @property
+    def _with_usage(self) -> bool:
+        return self._learning or self.options.find_unused
+
+    @property
     def _tail(self) -> Tensor:
         return self.buckets[-1].tail
 
-    def _set_group(self, group: dist.ProcessGroup) -> None:
+    @property
+    def _packs(self) -> bool:
+        """Do gradients have to be in buckets at all?"""
+        return not self._alone or self.options.as_views
+
+    def _set_group(self, group: dist.ProcessGroup, hook: CommHook | None = None) -> None:
         self.group = group
         self.world = group.size()
         self.rank = group.rank()
-        self.packing.scale = 1.0 / self.world
-        self._alone = self.world == 1 and not is_foreign(group)
+        self.reduction: Summation | CommHook = hook or Summation(group)
+        self.set_divisor(self.world)
+        self._alone = not self.slots or (self.world == 1 and not is_foreign(group) and hook is None)
+
+    def set_divisor(self, ranks: float) -> None:
+        """What the gradients of the next step are divided by, unless a hook does it."""
+        averages = self.options.mean and isinstance(self.reduction, Summation)
+        self.packing.scale = 1.0 / ranks if averages else 1.0
+
+    def divide_by(self, ranks: Work) -> None:
+        """The next step is divided by the sum that ``ranks`` is waiting for."""
+        self._active_ranks = ranks
 
     def reset(self, group: dist.ProcessGroup) -> None:
         """Start anew with ``group``: what was learned, and a step under way, are forgotten."""
         self._end_step()
-        self._set_group(group)
+        old = self.reduction
+        hook = CommHook(group, old.hook, old.state) if isinstance(old, CommHook) else None
+        self._set_group(group, hook)
+        self._forget()
+
+    def register_hook(self, hook: Hook, state: object) -> None:
+        """Let ``hook`` reduce the buckets."""
+        if isinstance(self.reduction, CommHook):
+            raise self.failed(StateError(messages.HOOK_TWICE))
+        if self.phase is not Phase.IDLE and self.phase is not Phase.ARMED:
+            raise self.failed(StateError(messages.HOOK_IN_BACKWARD))
+        self.layout.trailer_apart = True
+        self._set_group(self.group, CommHook(self.group, hook, state))
+        self._forget()
+
+    def _forget(self) -> None:
         self.has_rebuilt = False
         self._order = None
         self._verdicts = Verdicts()
         self._used_anywhere = None
-        self._router = None
         for slot in self.slots:
             slot.due = 1
-        self._install(initial_plan(self._items(), self.caps.initial))
+        self._install(self.layout.initial(with_usage=self._with_usage))
 
     def take_over(self, old: "Reducer") -> None:
         """Go on where ``old`` has been, with other parameters."""
         self.step, self._forwards = old.step, old._forwards
         self._incidents = old._incidents
+        self.clock = old.clock
+        if isinstance(old.reduction, CommHook):
+            self.register_hook(old.reduction.hook, old.reduction.state)
         unsynced = {slot.param for slot in old.slots if slot.used_unsynced}
         for slot in self.slots:
             slot.used_unsynced = slot.param in unsynced
@@ -186,22 +211,17 @@ class Reducer:
         """Take the promise that all steps will be alike."""
         if self.step > 0:
             raise self.failed(StateError(messages.STATIC_GRAPH_TOO_LATE))
-        self.static_graph = True
-        self._install(initial_plan(self._items(), self.caps.initial))
+        self.layout.static_graph = True
+        self._install(self.layout.initial(with_usage=self._with_usage))
 
     def expect_rows(self, rows: Mapping[str, Tensor]) -> None:
         """Announce the rows of sparse gradients, by parameter; they hold until set anew."""
-        by_name = {slot.name: slot for slot in self.slots if slot.sparse}
-        for name in rows:
-            if name not in by_name:
-                raise self.failed(ArgumentError(messages.no_sparse_parameter(name, list(by_name))))
-        self._rows = {by_name[name]: each for name, each in rows.items()}
-        self._announce_rows()
+        self.layout.expect_rows(rows, self.buckets)
 
-    def _announce_rows(self) -> None:
-        for bucket in self.buckets:
-            if isinstance(bucket, SparseBucket) and bucket.slots[0] in self._rows:
-                bucket.expect_rows(self._rows[bucket.slots[0]])
+    def watch(self) -> None:
+        """Notice gradients; to be called again when parameters have got new autograd nodes."""
+        self.remove_hooks()
+        self._watches = [GradientWatch(slot.param, self._hook(slot)) for slot in self.slots]
 
     def remove_hooks(self) -> None:
         """Let go of the parameters: no gradient is noticed from now on."""
@@ -209,28 +229,8 @@ class Reducer:
             watch.remove()
         self._watches = []
 
-    def _items(self) -> list[Item]:
-        return [
-            Item(
-                slot.nbytes,
-                (slot.param.dtype, slot.param.device),
-                alone=slot.sparse or slot.nbytes >= self._solo_bytes,
-            )
-            for slot in self.slots
-        ]
-
-    def _install(self, plan: Plan) -> None:
-        with_usage = self._learning or self.options.find_unused
-        self.buckets = make_buckets(
-            plan,
-            self.slots,
-            self.packing,
-            solo_bytes=self._solo_bytes,
-            extra=trailer_size(len(self.slots), with_usage=with_usage),
-        )
-        self._announce_rows()
-        suits = Router.suits(self.group, self.buckets)
-        self._router = (self._router or Router(self.group)) if suits else None
+    def _install(self, buckets: list[Bucket]) -> None:
+        self.buckets = buckets
         self._arm()
 
     def _arm(self) -> None:
@@ -240,7 +240,7 @@ class Reducer:
         self._arrivals.clear()
         self.packing.lent.clear()
         self.packing.kept.clear()
-        self._next = 0
+        self._next = self._settled = 0
         for bucket in self.buckets:
             bucket.arm()
         self._unseen = [
@@ -251,23 +251,27 @@ class Reducer:
 
     # ---------------------------------------------------------------- forward
 
-    def start_forward(self) -> None:
-        """Before a forward whose gradients will be reduced."""
+    def check_ready(self) -> None:
+        """Raise if a forward whose gradients will be reduced cannot begin now."""
         if self.phase is Phase.BACKWARD:
             raise self.failed(StateError(messages.FORWARD_IN_BACKWARD))
         if self.phase is Phase.NESTED:
             self.finalize()
             raise self.failed(StateError(messages.HIDDEN_OUTPUTS))
         self.raise_deferred()
+
+    def start_forward(self) -> None:
+        """Before a forward whose gradients will be reduced, after ``check_ready``."""
         if self._order is not None:
             self.rebuild()
         if self._frozen:
             self._thaw()
-        if not self._forwards and (not self._alone or self.options.as_views):
+        if not self._forwards and self._packs:
             for bucket in self.buckets:  # before the forward fills the memory
                 if type(bucket) is Bucket:
                     bucket.allocate()
         self._forwards += 1
+        self.clock.forward_began = self.clock.now()
 
     def raise_deferred(self) -> None:
         """Raise what the backwards since the last forward have left to say."""
@@ -283,6 +287,7 @@ class Reducer:
         """After a forward whose gradients will be reduced: the next backward is ours."""
         self._outputs_seen = watch_outputs(outputs, self._on_outputs)
         self.phase = Phase.ARMED
+        self.clock.forward_ended = self.clock.now()
 
     def disarm(self) -> None:
         """After a forward whose gradients stay local.
@@ -298,11 +303,11 @@ class Reducer:
             return False
         order, self._order = self._order, None
         if not self._alone:
-            shared = torch.tensor(order, dtype=torch.int64, device=self._device)
+            shared = torch.tensor(order, dtype=torch.int64, device=self.buckets[0].device)
             work = broadcast(self.group, shared, 0)
             wait(work, self.group, lambda: "the broadcast of rank 0's order of gradients")
             order = shared.tolist()
-        self._install(make_plan(self._items(), order, self.caps.rebuilt))
+        self._install(self.layout.in_order(order, with_usage=self._with_usage))
         self.has_rebuilt = True
         return True
 
@@ -353,10 +358,14 @@ class Reducer:
         if self.phase is Phase.ARMED and in_nested_backward():
             self.phase = Phase.NESTED
             self.step += 1
+            self.clock.backward_began = self.clock.now()
         elif self.phase is Phase.ARMED:
             self._begin()
         elif self.phase is not Phase.NESTED:
             slot.used_unsynced = True
+            if self.on_backward_end is not None and not self._ends_locally:
+                self._ends_locally = True
+                EndOfBackward.schedule(self._end_locally, self._end_locally)
             return False
         elif not in_nested_backward():
             self._await_end()
@@ -364,9 +373,20 @@ class Reducer:
 
     def _begin(self) -> None:
         self.step += 1
+        self.clock.backward_began = self.clock.now()
         self._await_end()
 
+    def _end_locally(self) -> None:
+        """A backward that is not reduced has ended."""
+        self._ends_locally = False
+        if self.on_backward_end is not None:
+            self.on_backward_end()
+
     def _await_end(self) -> None:
+        if self._active_ranks is not None:
+            self._active_ranks.wait()
+            self.set_divisor(self._active_ranks.result()[0].item())
+            self._active_ranks = None
         self.phase = Phase.BACKWARD
         EndOfBackward.schedule(self.finalize, self._abandon)
 
@@ -385,7 +405,7 @@ class Reducer:
     def _pack_large(self, slot: Slot) -> None:
         if self._learning or self._unseen:
             return
-        if not self._alone or self.options.as_views:
+        if self._packs:
             with torch.no_grad():
                 slot.bucket.pack_large(slot)
 
@@ -400,28 +420,38 @@ class Reducer:
             self._await_end()
 
     def _launch(self, bucket: Bucket) -> None:
-        if not self._alone or self.options.as_views:
+        if self._packs:
             with torch.no_grad():  # under create_graph=True gradients have a graph
                 bucket.pack()
         if not self._alone:
             self._send(bucket)
         self._next += 1
+        if self.on_reduced is not None and self.phase is Phase.BACKWARD:
+            self._settle_early()
+
+    def _settle_early(self) -> None:
+        """Finish the buckets that are reduced already, while the backward goes on."""
+        with torch.no_grad():
+            while self._settled < self._next:
+                bucket = self.buckets[self._settled]
+                if bucket.work is not None and not bucket.work.is_completed():
+                    return
+                self._settle(bucket)
 
     def _send(self, bucket: Bucket) -> None:
         if bucket.extra:
             used = used_here(self.slots, self.buckets) if bucket.extra > 1 else None
             write_trailer(bucket.tail, incident=bool(self._incidents), used=used)
-        if self._router is None:
-            bucket.work = all_reduce(self.group, bucket.payload)
-        else:
-            bucket.work = self._router.start(bucket)
+        if not self.clock.launched:
+            self.clock.launched = self.clock.now()
+        bucket.work = self.reduction.start(bucket)
 
     def _abandon(self) -> None:
         """The backward raised: end the step as far as the other ranks are concerned."""
         self.phase = Phase.FINALIZE
         try:
             self._give_up()
-        except RuntimeError as error:  # nobody to raise it to: the engine is cleaning up
+        except Exception as error:  # nobody to raise it to: the engine is cleaning up
             self._verdicts.deferred = error
         finally:
             self._end_step()
@@ -433,15 +463,48 @@ class Reducer:
             for bucket in self.buckets[self._next :]:
                 bucket.zero()
                 self._send(bucket)
-            for _ in self._wait_for_buckets():
-                pass
+            for bucket in self.buckets[self._settled :]:
+                wait(bucket.work, self.group, partial(self._describe, bucket))
+            self.reduction.done()
             self._call_roll().wait()
+
+    def shadow(self) -> None:
+        """Take part in a step of the other ranks with nothing of our own."""
+        if self._order is not None:
+            self.rebuild()
+        self.step += 1
+        self.phase = Phase.FINALIZE
+        try:
+            with torch.no_grad():
+                self._shadow_step()
+        finally:
+            self._end_step()
+
+    def _shadow_step(self) -> None:
+        for bucket in self.buckets:
+            bucket.zero()
+            if not self._alone:
+                self._send(bucket)
+        for bucket in self.buckets:
+            if bucket.work is not None:
+                wait(bucket.work, self.group, partial(self._describe, bucket))
+        self.reduction.done()
+        statements = self._hear_statements()
+        error = self._verdicts.judge(self.rank, self.step, statements, self.slots)
+        if error is not None:
+            raise self.failed(error)
+        if self._learning:
+            self._used_anywhere = self._usage(statements)
+            self._order = self._observed_order()
+        elif self.layout.will_rebuild and not self.has_rebuilt:
+            self._order = self._observed_order()
 
     # ---------------------------------------------------------------- end of backward
 
     def finalize(self) -> None:
         """All gradients of this backward are there: reduce what is left and write back."""
         self.phase = Phase.FINALIZE
+        self.clock.computed = self.clock.now()
         try:
             with torch.no_grad():
                 self._finish_step()
@@ -460,31 +523,39 @@ class Reducer:
             solo.look()
         for bucket in self.buckets[self._next :]:
             self._launch_late(bucket)
-        for bucket in self._wait_for_buckets():
-            bucket.unpack()
+        for bucket in self.buckets[self._settled :]:
+            self._settle(bucket)
+        for future in self.also_wait_for:
+            future.wait()
+        self.reduction.done()
+        self.clock.reduced = self.clock.now()
+        self.buckets_reduced = sum(
+            bucket.work is not None and not bucket.skipped and bool(bucket.slots)
+            for bucket in self.buckets
+        )
         statements = self._hear_statements()
         if self._unreached.stale or any(bucket.missing for bucket in self.buckets):
-            settle_unused(
-                self.buckets,
-                self._unreached.stale,
-                self._usage(statements),
-            )
+            self._settle_unused(statements)
+        self.clock.end_step()
         error = self._verdicts.judge(self.rank, self.step, statements, self.slots)
         if error is not None:
             raise self.failed(error)
         self._remember()
 
-    def _wait_for_buckets(self) -> Iterator[Bucket]:
-        """The buckets that were launched, each as soon as it is reduced."""
-        self.buckets_reduced = 0
-        for bucket in self.buckets:
-            if bucket.work is not None:
-                wait(bucket.work, self.group, partial(self._describe, bucket))
-                if not bucket.skipped:
-                    self.buckets_reduced += 1
-                    yield bucket
-        if self._router is not None:
-            self._router.done()
+    def _settle(self, bucket: Bucket) -> None:
+        """Wait for a bucket and write it back."""
+        self._settled += 1
+        if bucket.work is not None:
+            wait(bucket.work, self.group, partial(self._describe, bucket))
+            if not bucket.skipped:
+                bucket.unpack()
+        if self.on_reduced is not None:
+            self.on_reduced([slot for slot in bucket.slots if slot not in bucket.missing])
+
+    def _settle_unused(self, statements: Sequence[Statement]) -> None:
+        settle_unused(self.buckets, self._unreached.stale, self._usage(statements))
+        if self.on_reduced is not None:
+            self.on_reduced([slot for bucket in self.buckets for slot in bucket.missing])
 
     def _look_for_unused(self) -> None:
         self._unreached = found = find_unreached(self.slots)
@@ -526,7 +597,9 @@ class Reducer:
 
     def _remember(self) -> None:
         """Keep what later steps need to know of this one."""
-        unused = self._unreached.unused
+        unused = self.unused = self._unreached.unused
+        if self._arrivals:
+            self.arrival_order = [slot.index for slot in self._arrivals]
         if self._unused_before is not None and unused != self._unused_before:
             self.graph_is_static = False
         self._unused_before = unused
@@ -537,7 +610,7 @@ class Reducer:
                 slot.due = slot.fires
             for bucket in self.buckets:
                 bucket.refresh()
-        elif self._will_rebuild and not self.has_rebuilt:
+        elif self.layout.will_rebuild and not self.has_rebuilt:
             self._order = self._observed_order()
 
     def _observed_order(self) -> list[int]:
@@ -551,8 +624,13 @@ class Reducer:
         self._unreached = Unreached()
         self._incidents = Incident(0)
         self._forwards = 0
+        self.also_wait_for = []
+        self._active_ranks = None
         self.phase = Phase.IDLE
         self._arm()
+        self.set_divisor(self.world)
+        if self.on_backward_end is not None:
+            self.on_backward_end()
 
     # ---------------------------------------------------------------- what is told
 
@@ -566,7 +644,7 @@ class Reducer:
         )
 
     def _call_roll(self) -> RollCall:
-        return RollCall(self.group, self._device, self._statement(), self.step)
+        return RollCall(self.group, self.buckets[0].device, self._statement(), self.step)
 
     def _describe(self, bucket: Bucket) -> str:
         return (
@@ -590,6 +668,10 @@ class Reducer:
         if self.buckets[-1].extra > 1 and not self._alone:
             return usage_counts(self._tail)
         return torch.zeros(len(self.slots), dtype=torch.int32)
+
+    def _run_allreduce_hook(self, bucket: GradBucket) -> "torch.futures.Future[Tensor]":
+        """For torch's callers: the sum of a bucket over the ranks."""
+        return sum_hook(self.group, bucket)
 
     def _ddp_graph_static(self) -> bool:
         """For torch's callers: did every step so far use the same parameters?"""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradsync.ddp.bucket import Bucket
-from gradsync.ddp.collectives import Work, all_reduce, broadcast, is_foreign, wait
+from gradsync.ddp.collectives import LocalWork, Work, all_reduce, broadcast, is_foreign, wait
 
 SMALL_BYTES = 1024 * 1024
 WARM_UP_STEPS = 10
@@ -24,8 +24,8 @@ TRIALS = 12  # of each route
 TAG = 0x67726164  # of our messages, far from those that programs count up from 0
 
 
-class Exchange:
-    """A bucket on its way to the other rank, and the other's to us: a work like others."""
+class Exchange(LocalWork):
+    """A bucket on its way to the other rank, and the other's to us."""
 
     def __init__(self, group: dist.ProcessGroup, mine: Tensor, theirs: Tensor, tag: int) -> None:
         other = 1 - group.rank()
@@ -37,50 +37,43 @@ class Exchange:
         )
 
     def wait(self) -> None:
-        """Wait for both and add them up."""
         for work in self._works:
             work.wait()
         self._mine.add_(self._theirs)
 
 
-class Router:
-    """Starts the sums of small buckets by the route that is faster here.
+class Summation:
+    """Sums buckets over the ranks; small ones by the route that is faster here.
 
     The last bucket of a step is the one that is timed: nothing is left to overlap it with.
     """
 
-    @staticmethod
-    def suits(group: dist.ProcessGroup, buckets: Sequence[Bucket]) -> bool:
-        """Is there a choice to make?"""
-        return (
-            group.size() == 2
-            and not is_foreign(group)
-            and group.name() == "gloo"
-            and _is_small(buckets[-1])
-        )
-
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self.group = group
+        self._two_ways = group.size() == 2 and not is_foreign(group) and group.name() == "gloo"
         self._theirs: dict[int, Tensor] = {}  # by bucket
         self._steps = 0
         self._began = 0.0
         self._exchanges = False
         self._timed = False
-        self._decided = False
         self._seconds: dict[bool, list[float]] = {False: [], True: []}
 
+    @property
+    def _trying(self) -> bool:
+        return self._two_ways and self._steps < WARM_UP_STEPS + 2 * TRIALS
+
     def start(self, bucket: Bucket) -> Work:
-        """Begin the sum."""
+        """Begin the sum of a bucket."""
         exchanges = self._exchanges
-        if bucket.extra and not self._decided:
+        if bucket.extra and self._trying and _is_small(bucket):
             self._count_step()
         payload = bucket.payload
         if not exchanges or not _is_small(bucket):
-            return all_reduce(self._group, payload)
+            return all_reduce(self.group, payload)
         theirs = self._theirs.get(bucket.index)
         if theirs is None or theirs.shape != payload.shape or theirs.dtype != payload.dtype:
             self._theirs[bucket.index] = theirs = torch.empty_like(payload)
-        return Exchange(self._group, payload, theirs, TAG + bucket.index)
+        return Exchange(self.group, payload, theirs, TAG + bucket.index)
 
     def _count_step(self) -> None:
         """The last bucket of a step: take the time, and choose a route for the next step."""
@@ -91,19 +84,18 @@ class Router:
 
     def done(self) -> None:
         """All sums of a step are there."""
-        if self._decided or self._steps <= WARM_UP_STEPS:
-            return
-        self._seconds[self._timed].append(time.perf_counter() - self._began)
-        if self._steps >= WARM_UP_STEPS + 2 * TRIALS:
-            self._decide()
+        if self._began and self._steps > WARM_UP_STEPS:
+            self._seconds[self._timed].append(time.perf_counter() - self._began)
+            if not self._trying:
+                self._decide()
+        self._began = 0.0
 
     def _decide(self) -> None:
         """Take rank 0's word for it, since both ranks have to go the same way."""
         faster = median(self._seconds[True]) < median(self._seconds[False])
         choice = torch.tensor([int(faster)])
-        wait(broadcast(self._group, choice, 0), self._group, lambda: "the choice of a route")
+        wait(broadcast(self.group, choice, 0), self.group, lambda: "the choice of a route")
         self._exchanges = bool(choice.item())
-        self._decided = True
 
 
 def _is_small(bucket: Bucket) -> bool:

@@ -20,17 +20,20 @@ def make_buckets(
     *,
     solo_bytes: float,
     extra: int,
+    extra_apart: bool = False,
 ) -> list[Bucket]:
     """The buckets of ``plan`` in the order of launch; the last has ``extra`` elements.
 
     A bucket of one parameter of at least ``solo_bytes`` is solo. Extra elements need a buffer:
     so the last dense bucket that is not solo goes last; else the last solo one has a buffer all
-    the same; and where all are sparse, one that has only the extra elements is added.
+    the same; and where all are sparse, or ``extra_apart`` asks for it, one that has only the
+    extra elements is added.
     """
     groups = [[slots[index] for index in indices] for indices in plan]
     dense = [group for group in groups if not group[0].sparse]
     solo = [group for group in dense if len(group) == 1 and group[0].nbytes >= solo_bytes]
-    carrier = next((each for each in reversed(dense) if each not in solo), (dense or [[]])[-1])
+    carriers = [each for each in dense if each not in solo] or dense
+    carrier = carriers[-1] if carriers and not extra_apart else []
     buckets: list[Bucket] = []
     for group in groups:
         if group is carrier:
@@ -44,6 +47,7 @@ def make_buckets(
     buckets.append(Bucket(carrier, packing, (carrier or slots)[0].param, extra=extra))
     for index, bucket in enumerate(buckets):
         bucket.index = index
+        bucket.is_last = bool(bucket.slots) and not any(each.slots for each in buckets[index + 1 :])
     return buckets
 
 
@@ -184,6 +188,15 @@ class SparseBucket(Bucket):
         values = gradient.values()
         self._values = values.new_zeros((len(rows), *values.shape[1:]))
         self._values[at] = values
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        return [flat]
+
+    def receive(self, result: Tensor) -> None:
+        if self._rows is None:
+            self._gradient = result.coalesce()
+        else:
+            self._values = result
 
     def unpack(self) -> None:
         if self._rows is not None and self._values is not None:

@@ -121,12 +121,12 @@ class TorchSurface(nn.Module):
     @property
     def bucket_bytes_cap(self) -> int:
         """The bucket size that was asked for, in bytes."""
-        return self.reducer.caps.cap_bytes
+        return self.reducer.layout.caps.cap_bytes
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
         """The sizes of ``bucket_cap_mb_list`` in bytes."""
-        return list(self.reducer.caps.caps_given)
+        return list(self.reducer.layout.caps.caps_given)
 
     @property
     def _has_rebuilt_buckets(self) -> bool:

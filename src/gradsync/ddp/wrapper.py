@@ -16,23 +16,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
+from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_group, _rank_not_in_group
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parameter import Parameter
 
-from gradsync.ddp import arguments
+from gradsync.ddp import arguments, join
 from gradsync.ddp.autograd import in_backward, in_distributed_autograd
 from gradsync.ddp.buffers import BufferSync
 from gradsync.ddp.collectives import Broadcaster
+from gradsync.ddp.features import Features
+from gradsync.ddp.layout import ReducerOptions
 from gradsync.ddp.plan import BucketCaps, bucket_caps
-from gradsync.ddp.reducer import Phase, Reducer, ReducerOptions
-from gradsync.ddp.surface import TorchSurface
+from gradsync.ddp.reducer import Phase, Reducer
 from gradsync.ddp.verify import failures_told, verify_same_model
 from gradsync.errors import ArgumentError, StateError
 
 
-class DistributedDataParallel(TorchSurface):
+class DistributedDataParallel(Features):
     """Replicates a module over processes and averages the gradients while backward runs.
 
     It takes the place of ``torch.nn.parallel.DistributedDataParallel``: the same arguments, the
@@ -105,6 +107,7 @@ class DistributedDataParallel(TorchSurface):
         forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
+        Joinable.__init__(self)
         if not isinstance(module, nn.Module):
             raise ArgumentError(f"module must be a torch.nn.Module, got {type(module).__name__}.")
         self.process_group = arguments.resolve_group(module, process_group, device_mesh)
@@ -157,6 +160,9 @@ class DistributedDataParallel(TorchSurface):
             self.logger = None
             self._ddp_sink_clone = True
             self._buffer_sync = BufferSync()
+            self.buffer_hook = None
+            self._divide_by_initial_world_size = True
+            self._lazy_init_ran = False
             if self.static_graph and self.find_unused_parameters:
                 arguments.warn_of_static_and_unused()
             self._build_reducer()
@@ -209,6 +215,7 @@ class DistributedDataParallel(TorchSurface):
         return [*self._managed_parameters(), *buffers.items()]
 
     def _sync_module_states(self, source: int) -> None:
+        """Overwrite parameters and buffers with those of rank ``source``."""
         if self.process_group.size() > 1:
             Broadcaster(self.broadcast_bucket_size).run(
                 self.process_group,
@@ -243,17 +250,25 @@ class DistributedDataParallel(TorchSurface):
         return self.require_backward_grad_sync and torch.is_grad_enabled()
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._asks_for_reduction() and in_distributed_autograd():
+            raise NotImplementedError(
+                "DistributedDataParallel under torch.distributed.autograd is not part of "
+                "gradsync yet: gradients would stay in the autograd context, unreduced."
+            )
+        if not self._lazy_init_ran:
+            self._lazy_init()
+        if self._join_config.enable:
+            join.begin_forward(self)
         if self._asks_for_reduction():
-            if in_distributed_autograd():
-                raise NotImplementedError(
-                    "DistributedDataParallel under torch.distributed.autograd is not part of "
-                    "gradsync yet: gradients would stay in the autograd context, unreduced."
-                )
             if self._frozen and any(param.requires_grad for param in self._frozen):
                 self._unfreeze()
-            self.reducer.start_forward()
-        if self.will_sync_module_buffers():
+            self.reducer.check_ready()
+        if self._syncs_buffers_before_forward():
             self._sync_buffers()
+        if self._join_config.enable:
+            join.tell_whether_reduced(self, self._asks_for_reduction())
+        if self._asks_for_reduction():
+            self.reducer.start_forward()
         if self.device_ids:
             moved_inputs, moved_kwargs = _to_kwargs(
                 inputs,
@@ -274,6 +289,8 @@ class DistributedDataParallel(TorchSurface):
             DistributedDataParallel._active_ddp_module = outer
 
     def _post_forward(self, output: Any) -> Any:
+        if self.buffer_hook is not None and not self.buffer_hook.before_forward:
+            self._sync_buffers()
         if self._asks_for_reduction():
             self.require_forward_param_sync = True
             self.reducer.prepare(output)
@@ -281,6 +298,11 @@ class DistributedDataParallel(TorchSurface):
             self.require_forward_param_sync = False
             self.reducer.disarm()
         return output
+
+    def _lazy_init(self) -> None:
+        """Before the first forward: what may have been added since the construction."""
+        self._setup_in_backward_optimizers()
+        self._lazy_init_ran = True
 
     @classmethod
     def _get_active_ddp_module(cls) -> "DistributedDataParallel | None":
@@ -329,12 +351,25 @@ class DistributedDataParallel(TorchSurface):
         """
         return self.require_forward_param_sync and self.forward_sync_buffers and self._has_buffers
 
+    def _syncs_buffers_before_forward(self) -> bool:
+        hook = self.buffer_hook
+        return self.will_sync_module_buffers() and (hook is None or hook.before_forward)
+
     def _sync_buffers(self) -> None:
-        if self.process_group.size() > 1 and (buffers := self.modules_buffers):
+        """Make the buffers equal, by the hook if there is one."""
+        if self.buffer_hook is not None:
+            if self.will_sync_module_buffers():
+                self.reducer.also_wait_for += self.buffer_hook.run(self.named_module_buffers)
+        elif self.process_group.size() > 1:
+            joins = self._join_config.enable
+            self._sync_module_buffers(join.common_rank(self, candidate=True) if joins else 0)
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        if buffers := self.modules_buffers:
             self._buffer_sync.run(
                 self.process_group,
                 buffers,
-                0,
+                authoritative_rank,
                 lambda: (
                     f"the broadcast of buffers before the forward of step {self.reducer.step + 1}"
                 ),
@@ -345,6 +380,7 @@ class DistributedDataParallel(TorchSurface):
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
         state = copy.copy(self.__dict__)
+        state["_pickled_hooks"] = self._comm_hooks
         for name in ("process_group", "device_mesh", "reducer", "_unhook", "_buffer_sync"):
             state.pop(name, None)
         return state
@@ -353,7 +389,10 @@ class DistributedDataParallel(TorchSurface):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = _get_default_group()
         self._buffer_sync = BufferSync()
+        self._lazy_init_ran = False
         self._build_reducer()
+        for hook, hook_state in self.__dict__.pop("_pickled_hooks"):
+            self.reducer.register_hook(hook, hook_state)
 
     def _check_default_group(self) -> None:
         if not dist.is_initialized() or self.process_group != _get_default_group():
