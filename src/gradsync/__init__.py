@@ -5,6 +5,8 @@
 is the one line to change in a program that uses ``torch.nn.parallel.DistributedDataParallel``.
 """
 
+from gradsync.ddp.clock import StepTimes
+from gradsync.ddp.stats import Stats
 from gradsync.ddp.wrapper import DistributedDataParallel
 from gradsync.errors import (
     ArgumentError,
@@ -21,6 +23,7 @@ from gradsync.errors import (
     UsageError,
 )
 from gradsync.patch import patch_torch, unpatch_torch
+from gradsync.sync_batchnorm import SyncBatchNorm
 
 DDP = DistributedDataParallel
 
@@ -39,6 +42,7 @@ __all__ = [
     "PeerStepError",
     "ReadyTwiceError",
     "StateError",
+    "SyncBatchNorm",
     "UnusedParametersError",
     "UsageError",
     "patch_torch",
