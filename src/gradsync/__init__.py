@@ -42,6 +42,8 @@ __all__ = [
     "PeerStepError",
     "ReadyTwiceError",
     "StateError",
+    "Stats",
+    "StepTimes",
     "SyncBatchNorm",
     "UnusedParametersError",
     "UsageError",

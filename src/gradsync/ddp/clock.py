@@ -30,6 +30,16 @@ class StepTimes:
         return self.communication - self.exposed
 
 
+@dataclass(frozen=True)
+class Sample:
+    """The clock at the beginning of a forward: for torch's logging data."""
+
+    iteration: int
+    marks: dict[str, float]
+    last: StepTimes
+    mean: StepTimes
+
+
 class StepClock:
     """Takes the times of one step after the other; all marks are of ``time.perf_counter``."""
 
@@ -42,6 +52,8 @@ class StepClock:
         self.reduced = 0.0  # the last bucket
         self.last = StepTimes()
         self.steps = 0
+        self.sample_rate = 100  # every so many steps, once ten have been sampled
+        self.sample = Sample(0, {}, StepTimes(), StepTimes())
         self._sums = [0.0] * len(fields(StepTimes))
 
     now = staticmethod(time.perf_counter)
@@ -51,9 +63,32 @@ class StepClock:
         """Over all steps so far."""
         return StepTimes(*(total / max(self.steps, 1) for total in self._sums))
 
+    def begin_forward(self) -> None:
+        """A forward begins whose gradients will be reduced."""
+        if self.steps < 10 or self.steps % self.sample_rate == 0:
+            marks = {
+                "forward_compute_time_start": self.forward_began,
+                "backward_compute_time_start": self.backward_began,
+                "backward_comm_time_start": self.launched,
+                "backward_compute_time_end": self.computed,
+                "backward_comm_time_end": self.reduced,
+            }
+            self.sample = Sample(self.steps, marks, self.last, self.mean)
+        self.forward_began = self.now()
+
+    def begin_backward(self) -> None:
+        """A backward begins that will be reduced."""
+        self.launched = 0.0
+        self.backward_began = self.now()
+
+    def launch(self) -> None:
+        """A bucket is launched: the first one counts."""
+        if not self.launched:
+            self.launched = self.now()
+
     def end_step(self) -> None:
         """A step was reduced: add it up."""
-        launched = self.launched or self.computed
+        self.launched = launched = self.launched or self.computed
         self.last = StepTimes(
             forward=self.forward_ended - self.forward_began,
             backward=self.computed - self.backward_began,
@@ -63,4 +98,3 @@ class StepClock:
         self.steps += 1
         times = (getattr(self.last, each.name) for each in fields(StepTimes))
         self._sums = [a + b for a, b in zip(self._sums, times, strict=True)]
-        self.launched = 0.0

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import GradBucket as TorchGradBucket
 from torch.nn import Parameter
 
 from gradsync.ddp.bucket import Bucket
-from gradsync.ddp.collectives import LocalWork, Work, all_reduce
+from gradsync.ddp.collectives import LocalWork, Work, all_reduce, wait
 from gradsync.ddp.route import Summation
 from gradsync.errors import ArgumentError, HookTypeError, StateError
 
@@ -95,6 +95,25 @@ class HookWork(LocalWork):
         self._bucket.receive(result)
 
 
+class _SumAfterAll(LocalWork):
+    """A sum that begins when it is waited for: the last of a step, after all hooks.
+
+    A hook may issue collectives from a callback, whenever that runs. Ours must not come in
+    between on one rank and later on another.
+    """
+
+    def __init__(self, summation: Summation, bucket: Bucket) -> None:
+        self._summation = summation
+        self._bucket = bucket
+
+    def wait(self) -> None:
+        wait(
+            self._summation.start(self._bucket),
+            self._summation.group,
+            lambda: "the sum of what the ranks report",
+        )
+
+
 class CommHook:
     """Reduces buckets by a hook."""
 
@@ -107,7 +126,7 @@ class CommHook:
     def start(self, bucket: Bucket) -> Work:
         """Hand a bucket to the hook; raises what the hook raises, with the bucket's name."""
         if not bucket.slots:
-            return self._others.start(bucket)
+            return _SumAfterAll(self._others, bucket)
         try:
             future = self.hook(self.state, GradBucket(bucket, is_last=bucket.is_last))
         except Exception as error:

@@ -38,8 +38,7 @@ class DDPJoinHook(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take the model of the last rank to join."""
-        ddp = self._ddp
-        ddp._sync_module_states(common_rank(ddp, candidate=is_last_joiner))
+        self._ddp._sync_final_model(is_last_joiner)
 
 
 def begin_forward(ddp: "DistributedDataParallel") -> None:

@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from gradsync.ddp.clock import Sample
+from gradsync.ddp.comm_hook import name_of
+
 if TYPE_CHECKING:
     from gradsync.ddp.wrapper import DistributedDataParallel
 
@@ -25,7 +28,7 @@ def logging_data(ddp: "DistributedDataParallel") -> dict[str, Any]:
     data: dict[str, Any] = {
         "world_size": reducer.world,
         "rank": reducer.rank,
-        "iteration": reducer.step,
+        "iteration": reducer.clock.sample.iteration,
         "module_name": type(ddp.module).__name__,
         "device_ids": ", ".join(map(str, ddp.device_ids or ())),
         "output_device": -1 if ddp.output_device is None else ddp.output_device,
@@ -54,6 +57,21 @@ def logging_data(ddp: "DistributedDataParallel") -> dict[str, Any]:
             )
         },
     }
+    data |= _times(reducer.clock.sample)
+    if data["backend_name"] == "gloo":
+        data |= {
+            "gloo_socket_ifname": os.environ.get("GLOO_SOCKET_IFNAME", "N/A"),
+            "gloo_device_transport": os.environ.get("GLOO_DEVICE_TRANSPORT", "N/A"),
+            "gloo_num_threads": 2,  # what torch makes its groups with
+        }
+    for hook, _ in ddp._comm_hooks:
+        data["comm_hook"] = name_of(hook)
+    if ddp._join_config.enable:
+        data["join_uneven_inputs"] = True
+    if reducer.unused:
+        data["unused_parameter_size"] = sum(slot.nbytes for slot in reducer.unused)
+    if reducer.arrival_order:
+        data["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, reducer.arrival_order))
     if reducer.has_rebuilt:
         data["rebuilt_bucket_sizes"] = sizes
         data["rebuilt_per_bucket_param_indices"] = ", ".join(
@@ -64,6 +82,21 @@ def logging_data(ddp: "DistributedDataParallel") -> dict[str, Any]:
     if reducer.last_error is not None:
         data["error"] = reducer.last_error
     return data
+
+
+def _times(sample: Sample) -> dict[str, int]:
+    """Torch's keys for the times of a sampled step, in nanoseconds."""
+    found = {}
+    for prefix, times in (("", sample.last), ("avg_", sample.mean)):
+        found[f"{prefix}forward_compute_time"] = _ns(times.forward)
+        found[f"{prefix}backward_compute_time"] = _ns(times.backward)
+        found[f"{prefix}backward_comm_time"] = _ns(times.communication)
+        found[f"{prefix}backward_compute_comm_overlap_time"] = _ns(times.overlapped)
+    return found | {name: _ns(seconds) for name, seconds in sample.marks.items()}
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
 
 
 def _backend_name(ddp: "DistributedDataParallel") -> str:

@@ -271,7 +271,7 @@ class Reducer:
                 if type(bucket) is Bucket:
                     bucket.allocate()
         self._forwards += 1
-        self.clock.forward_began = self.clock.now()
+        self.clock.begin_forward()
 
     def raise_deferred(self) -> None:
         """Raise what the backwards since the last forward have left to say."""
@@ -358,7 +358,7 @@ class Reducer:
         if self.phase is Phase.ARMED and in_nested_backward():
             self.phase = Phase.NESTED
             self.step += 1
-            self.clock.backward_began = self.clock.now()
+            self.clock.begin_backward()
         elif self.phase is Phase.ARMED:
             self._begin()
         elif self.phase is not Phase.NESTED:
@@ -373,7 +373,7 @@ class Reducer:
 
     def _begin(self) -> None:
         self.step += 1
-        self.clock.backward_began = self.clock.now()
+        self.clock.begin_backward()
         self._await_end()
 
     def _end_locally(self) -> None:
@@ -442,8 +442,7 @@ class Reducer:
         if bucket.extra:
             used = used_here(self.slots, self.buckets) if bucket.extra > 1 else None
             write_trailer(bucket.tail, incident=bool(self._incidents), used=used)
-        if not self.clock.launched:
-            self.clock.launched = self.clock.now()
+        self.clock.launch()
         bucket.work = self.reduction.start(bucket)
 
     def _abandon(self) -> None:

@@ -14,7 +14,9 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 from torch.nn.parameter import Parameter
 
 from gradsync.ddp.buffers import list_buffers, named_buffers
+from gradsync.ddp.collectives import Broadcaster
 from gradsync.ddp.logging_data import logging_data
+from gradsync.ddp.stats import Stats, collect
 from gradsync.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ class TorchSurface(nn.Module):
     device_type: str
     use_side_stream_for_tensor_copies: bool
     forward_sync_buffers: bool
+    broadcast_bucket_size: int
     _ddp_sink_clone: bool
     _unhook: "weakref.finalize[Any, Any]"
 
@@ -117,6 +120,47 @@ class TorchSurface(nn.Module):
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Facts about this object under the names that torch's logging data has."""
         return logging_data(self)  # type: ignore[arg-type]
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        """For torch's callers: overwrite ``tensors`` with those of one rank."""
+        Broadcaster(buffer_size).run(
+            self.process_group, tensors, authoritative_rank, lambda: "a broadcast of tensors"
+        )
+
+    def _default_broadcast_coalesced(
+        self,
+        bufs: Sequence[Tensor] | None = None,
+        bucket_size: int | None = None,
+        authoritative_rank: int = 0,
+    ) -> None:
+        """For buffer hooks: the broadcast that there is without a hook."""
+        self._distributed_broadcast_coalesced(
+            self.modules_buffers if bufs is None else bufs,
+            self.broadcast_bucket_size if bucket_size is None else bucket_size,
+            authoritative_rank,
+        )
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """How often the times in the logging data are renewed, after the first ten steps."""
+        if sample_rate < 1:
+            raise self.reducer.failed(
+                ArgumentError(
+                    "DDP runtime logging sample rate should be equal or greater than 1, got "
+                    f"{sample_rate!r}."
+                )
+            )
+        self.reducer.clock.sample_rate = sample_rate
+
+    def stats(self) -> Stats:
+        """Buckets, bytes and times of this rank; see ``gradsync.Stats``.
+
+        >>> import torch, gradsync
+        >>> gradsync.DistributedDataParallel(torch.nn.Linear(4, 2)).stats().bytes
+        40
+        """
+        return collect(self.reducer)
 
     @property
     def bucket_bytes_cap(self) -> int:

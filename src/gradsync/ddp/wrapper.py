@@ -224,6 +224,11 @@ class DistributedDataParallel(Features):
                 lambda: f"the broadcast of the model from rank {source}",
             )
 
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        """All ranks have joined: take the model of the last one to do so."""
+        self._authoritative_rank = join.common_rank(self, candidate=is_last_joiner)
+        self._sync_module_states(self._authoritative_rank)
+
     # ---------------------------------------------------------------- forward
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
