@@ -5,7 +5,9 @@
 is the one line to change in a program that uses ``torch.nn.parallel.DistributedDataParallel``.
 """
 
+from gradsync import hooks
 from gradsync.ddp.clock import StepTimes
+from gradsync.ddp.mixed_precision import MixedPrecision
 from gradsync.ddp.stats import Stats
 from gradsync.ddp.wrapper import DistributedDataParallel
 from gradsync.errors import (
@@ -38,6 +40,7 @@ __all__ = [
     "GradsyncError",
     "GraphChangedError",
     "HookTypeError",
+    "MixedPrecision",
     "ModelMismatchError",
     "PeerStepError",
     "ReadyTwiceError",
@@ -47,6 +50,7 @@ __all__ = [
     "SyncBatchNorm",
     "UnusedParametersError",
     "UsageError",
+    "hooks",
     "patch_torch",
     "unpatch_torch",
 ]

@@ -1,0 +1,196 @@
+"""What all hooks share: the call that DDP makes, and the order of collectives.
+
+[Note: rounds]
+A hook reduces a bucket in one or two rounds, each of them one collective. It is written as a
+generator, which yields a round when it has started and goes on when that is done.
+
+The last round ends in a callback on a thread of the process group, so that backward goes on
+meanwhile. A second round must not be *started* there: process groups match collectives by the
+order in which each rank starts them, and callbacks of several buckets run in another order on
+each rank. (torch's ``powerSGD_hook`` does it, which is safe only where callbacks run at once, as
+with NCCL.) So the first round of bucket n is followed, in the same call, by the second round of
+bucket n-1, whose first is likely to be done by then; the last bucket waits for its own. All
+collectives start on the thread of the backward pass, in an order that is the same on all ranks.
+"""
+
+# No `from __future__ import annotations`: torch compares the annotations of a hook's
+# signature with its own types, and strings are not equal to them.
+from abc import ABC, abstractmethod
+from collections.abc import Generator
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+
+from gradsync.errors import ArgumentError, StateError
+from gradsync.hooks.wire import Work
+
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class Round(NamedTuple):
+    """A collective that has started."""
+
+    work: Work
+    last: bool
+
+
+Rounds = Generator[Round, None, None]
+
+
+class Hook(ABC):
+    """A communication hook that holds its own state: ``ddp.register_comm_hook(None, hook)``.
+
+    One instance serves one model. ``process_group`` has to be the group that DDP uses, and is
+    the default group where DDP's is. With one rank nothing is sent, so nothing is compressed.
+
+    To write one, derive from it and give `reduce`.
+
+    >>> import gradsync
+    >>> isinstance(gradsync.hooks.Int8(), gradsync.hooks.Hook)
+    True
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        self._group = process_group
+        self._second_rounds: list[_Flight] = []
+        # register_comm_hook reads these of what it takes to be a function.
+        self.__name__ = self.__qualname__ = type(self).__qualname__
+
+    def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Start averaging ``bucket`` over the ranks; ``state`` is not used."""
+        buffer = bucket.buffer()
+        group = self._group or dist.group.WORLD
+        if group is None:
+            raise StateError("there is no default process group: call init_process_group first")
+        _check(buffer, bucket, self.__name__)
+        if bucket.index() == 0:
+            self._second_rounds.clear()  # of a step that was not finished
+        if group.size() == 1 or buffer.numel() == 0:
+            future = _done(buffer)
+        else:
+            with torch.no_grad():
+                future = self._depart(_Flight(self.reduce(bucket, buffer, group), buffer))
+        if bucket.is_last():
+            self._land_all()
+            self.end_step()
+        return future
+
+    @abstractmethod
+    def reduce(self, bucket: GradBucket, buffer: Tensor, group: dist.ProcessGroup) -> Rounds:
+        """Put the mean over the ranks into ``buffer``; a generator, see [Note: rounds]."""
+
+    def end_step(self) -> None:  # noqa: B027 (most hooks have nothing to do)
+        """Every bucket of a step has been started."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank needs, with weights and optimizer, to go on as if never interrupted.
+
+        Every rank has its own. See [Note: whose numbers] for what it goes by.
+
+        >>> import gradsync
+        >>> gradsync.hooks.BF16().state_dict()
+        {'hook': 'bf16'}
+        """
+        return {"hook": self.name}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned, on the same rank, before or between steps.
+
+        >>> import gradsync
+        >>> saved = gradsync.hooks.Int8().state_dict()
+        >>> gradsync.hooks.Int8().load_state_dict(saved)
+        """
+        if state.get("hook") != self.name:
+            raise ArgumentError(
+                f"this is the state of a hook named {state.get('hook')!r}, "
+                f"and {self.__name__} is named {self.name!r}"
+            )
+
+    def __repr__(self) -> str:
+        return f"{self.__name__}()"
+
+    def _depart(self, flight: "_Flight") -> torch.futures.Future[torch.Tensor]:
+        earlier, self._second_rounds = self._second_rounds, []
+        future = flight.start()
+        if not flight.round.last:
+            self._second_rounds.append(flight)
+        for other in earlier:
+            other.start_second_round()
+        return future
+
+    def _land_all(self) -> None:
+        waiting, self._second_rounds = self._second_rounds, []
+        with torch.no_grad():
+            for flight in waiting:
+                flight.start_second_round()
+
+
+class _Flight:
+    """One bucket on its way."""
+
+    def __init__(self, rounds: Rounds, buffer: Tensor) -> None:
+        self._rounds = rounds
+        self._buffer = buffer
+        self._result: torch.futures.Future[torch.Tensor] | None = None
+
+    def start(self) -> torch.futures.Future[torch.Tensor]:
+        self.round = next(self._rounds)
+        if self.round.last:
+            future: torch.futures.Future[torch.Tensor] = self.round.work.get_future()
+            return future.then(self._land)
+        self._result = _promise(self._buffer)
+        return self._result
+
+    def start_second_round(self) -> None:
+        self.round.work.wait()
+        self.round = next(self._rounds)
+        assert self.round.last
+        self.round.work.get_future().then(self._keep_promise)
+
+    def _land(self, done: torch.futures.Future[Any]) -> Tensor:
+        done.value()  # raises if the collective failed
+        with torch.no_grad():
+            for _ in self._rounds:
+                raise AssertionError("a round after the last")
+        return self._buffer
+
+    def _keep_promise(self, done: torch.futures.Future[Any]) -> None:
+        assert self._result is not None
+        try:
+            self._result.set_result(self._land(done))
+        except Exception as error:
+            self._result.set_exception(error)  # type: ignore[arg-type] # torch's annotation errs
+
+
+def _promise(buffer: Tensor) -> torch.futures.Future[torch.Tensor]:
+    devices: list[int | str | torch.device] = [] if buffer.is_cpu else [buffer.device]
+    return torch.futures.Future(devices=devices)
+
+
+def _done(buffer: Tensor) -> torch.futures.Future[torch.Tensor]:
+    future = _promise(buffer)
+    future.set_result(buffer)
+    return future
+
+
+def _check(buffer: Tensor, bucket: GradBucket, name: str) -> None:
+    if buffer.layout != torch.strided:
+        raise StateError(
+            f"{name} cannot compress sparse gradients (bucket {bucket.index()}). Make them dense, "
+            "as with Embedding(sparse=False), or train without this hook."
+        )
+    if buffer.dtype not in _FLOATS:
+        raise StateError(
+            f"{name} cannot compress gradients of {buffer.dtype} (bucket {bucket.index()}): "
+            "they have to be real floating point numbers"
+        )
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to calculate in: sums and residuals of 16-bit gradients would lose digits."""
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
