@@ -24,32 +24,19 @@ class Devices:
     output_device: int | None
 
 
-def check_supported(
-    delay_all_reduce_named_params: object, param_to_hook_all_reduce: object, mixed_precision: object
-) -> None:
-    """Raise for arguments whose feature is still to be built."""
-    if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
-        raise ArgumentError(
-            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same "
-            "time."
-        )
-    if delay_all_reduce_named_params is not None:
-        raise NotImplementedError(
-            "delay_all_reduce_named_params: delayed all-reduce is not part of gradsync yet. Leave "
-            "it and param_to_hook_all_reduce out."
-        )
-    if mixed_precision is not None:
-        raise NotImplementedError(
-            "mixed_precision: mixed precision in DDP is not part of gradsync yet. Leave it out, "
-            "and use torch.autocast around the forward."
-        )
-
-
 def check_flags(**flags: object) -> None:
     """Raise for switches that are neither on nor off: "no" would count as yes."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise ArgumentError(f"{name} must be True or False, got {value!r}.")
+
+
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    """Raise for a value that is not among ``choices``."""
+    if value not in choices:
+        raise ArgumentError(
+            f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}."
+        )
 
 
 def warn_of_deprecated(

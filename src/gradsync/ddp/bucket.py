@@ -38,6 +38,7 @@ class Slot:
         "index",
         "lendable",
         "name",
+        "nbytes",
         "packed",
         "param",
         "shares",
@@ -51,6 +52,7 @@ class Slot:
         self.name = name
         self.param = param
         self.sparse = sparse
+        self.nbytes = param.numel() * param.element_size()  # of its gradient
         self.fires = 0
         self.due = 1
         self.frozen = False  # requires_grad was switched off: its .grad is left alone
@@ -65,17 +67,13 @@ class Slot:
     def __repr__(self) -> str:
         return f"Slot({self.index}, {self.name!r})"
 
-    @property
-    def nbytes(self) -> int:
-        """The size of its gradient."""
-        return self.param.numel() * self.param.element_size()
-
 
 @dataclass
 class Packing:
     """How gradients go into buckets; shared by all buckets of a reducer."""
 
     scale: float = 1.0  # what they are multiplied with
+    dtype: torch.dtype | None = None  # what they are reduced in, if not their own
     as_views: bool = False  # let .grad be the place in the bucket
     # Large gradients of this step by address, see [Note: lending]: those lent, and the others.
     lent: dict[int, Slot] = field(default_factory=dict)
@@ -101,7 +99,8 @@ class Bucket:
         self.is_last = False  # of those with gradients
         self.packing = packing
         self.slots = sorted(slots, key=lambda slot: slot.nbytes >= LARGE_BYTES)
-        self.dtype = like.dtype
+        casts = packing.dtype is not None and like.is_floating_point()
+        self.dtype = packing.dtype if casts and packing.dtype is not None else like.dtype
         self.device = like.device
         self.numel = sum(slot.param.numel() for slot in slots)
         self.extra = extra
@@ -196,7 +195,10 @@ class Bucket:
         other = self.packing.kept.setdefault(gradient.untyped_storage().data_ptr(), slot)
         if other is not slot:
             other.shares = slot.shares = True
-        torch.mul(gradient, self.packing.scale, out=slot.view)
+        if gradient.dtype == self.dtype:
+            torch.mul(gradient, self.packing.scale, out=slot.view)
+        else:
+            slot.view.copy_(gradient).mul_(self.packing.scale)  # rounded once
         if self._as_views and gradient is not slot.view:
             slot.param.grad = slot.view
 
@@ -260,7 +262,7 @@ class Bucket:
         """The gradients in a tensor that is laid out like the payload, by slot."""
         views, offset = [], 0
         for slot in self.slots:
-            views.append(_view_like(slot.param, flat, offset))
+            views.append(view_like(slot.param, flat, offset))
             offset += slot.param.numel()
         return views
 
@@ -330,7 +332,7 @@ class Bucket:
             )
 
 
-def _view_like(param: Tensor, storage: Tensor, offset: int) -> Tensor:
+def view_like(param: Tensor, storage: Tensor, offset: int) -> Tensor:
     """A part of ``storage`` with the shape, and if they are dense the strides, of ``param``.
 
     [Note: strides] Autograd gives a gradient the strides of its parameter where those are
@@ -341,6 +343,13 @@ def _view_like(param: Tensor, storage: Tensor, offset: int) -> Tensor:
     shape = param.shape
     strides = param.stride() if is_dense(param) else torch.empty(shape, device="meta").stride()
     return storage.as_strided(shape, strides, offset)
+
+
+def to_full_precision(param: Parameter) -> None:
+    """Undo the cast of mixed precision, if the parameter is under it just now."""
+    full = getattr(param, "_fp_param", None)
+    if full is not None and param.dtype != full.dtype:
+        param.data = full
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -3,7 +3,7 @@
 Each method here hands over to the file of its feature.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +29,8 @@ class Features(TorchSurface, Joinable):
     device: torch.device
     buffer_hook: BufferHook | None
     _divide_by_initial_world_size: bool
+    _plain_state_dict: bool
+    _passthrough: bool
 
     # ---------------------------------------------------------------- hooks
 
@@ -149,6 +151,59 @@ class Features(TorchSurface, Joinable):
     def join_process_group(self) -> "dist.ProcessGroup":
         """For ``Join``: over which ranks."""
         return self.process_group
+
+    # ---------------------------------------------------------------- beyond torch
+
+    def sync_grads(self) -> None:
+        """Reduce the gradients as they are now, without a backward; all ranks have to call it.
+
+        For gradients of ``no_sync`` or set by hand. A parameter that has a gradient on some ranks
+        gets the average on all, one that has none anywhere keeps None.
+
+        >>> import torch, gradsync
+        >>> ddp = gradsync.DistributedDataParallel(torch.nn.Linear(4, 2))
+        >>> with ddp.no_sync():
+        ...     ddp(torch.ones(8, 4)).sum().backward()
+        >>> ddp.sync_grads()
+        >>> ddp.module.bias.grad
+        tensor([8., 8.])
+        """
+        self.reducer.reduce_now()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's state; names begin with ``module.`` unless ``plain_state_dict``.
+
+        >>> import torch, gradsync
+        >>> module = torch.nn.Linear(4, 2)
+        >>> list(gradsync.DistributedDataParallel(module, plain_state_dict=True).state_dict())
+        ['weight', 'bias']
+        """
+        if self._plain_state_dict:
+            return self.module.state_dict(*args, **kwargs)
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load what ``state_dict`` gave; with ``plain_state_dict``, with or without prefix.
+
+        >>> import torch, gradsync
+        >>> ddp = gradsync.DistributedDataParallel(torch.nn.Linear(4, 2), plain_state_dict=True)
+        >>> ddp.load_state_dict({"module.weight": torch.ones(2, 4), "module.bias": torch.ones(2)})
+        <All keys matched successfully>
+        """
+        if not self._plain_state_dict:
+            return super().load_state_dict(state_dict, *args, **kwargs)
+        own = set(self.module.state_dict())
+        if not own & set(state_dict):
+            state_dict = {name.removeprefix("module."): v for name, v in state_dict.items()}
+        return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_passthrough" or name == "module" or not self._passthrough:
+                raise
+            return getattr(self.module, name)
 
     # ---------------------------------------------------------------- optimizers in backward
 

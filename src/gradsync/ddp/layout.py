@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from gradsync.ddp import messages
@@ -22,6 +23,7 @@ class ReducerOptions:
     as_views: bool = False
     skip_unused: bool = False
     mean: bool = True  # else the sum
+    reduce_dtype: torch.dtype | None = None
 
 
 class Layout:

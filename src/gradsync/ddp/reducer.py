@@ -89,7 +89,7 @@ class Reducer:
             for index, ((name, param), is_sparse) in enumerate(zip(parameters, sparse, strict=True))
         ]
         self.options = options
-        self.packing = Packing(as_views=options.as_views)
+        self.packing = Packing(as_views=options.as_views, dtype=options.reduce_dtype)
         self.layout = Layout(self.slots, self.packing, options)
         self.layout.static_graph = static_graph
         self.clock = StepClock()
@@ -498,15 +498,30 @@ class Reducer:
         elif self.layout.will_rebuild and not self.has_rebuilt:
             self._order = self._observed_order()
 
+    def reduce_now(self) -> None:
+        """Reduce the gradients as they are, outside a backward."""
+        self.check_ready()
+        self.step += 1
+        self.phase = Phase.FINALIZE
+        self.clock.begin_backward()
+        for slot in self.slots:
+            slot.used_unsynced = slot.param.grad is not None
+            if not slot.used_unsynced:
+                self._incidents |= Incident.PARTIAL
+        self._finalize(self._reduce_rest)
+
     # ---------------------------------------------------------------- end of backward
 
     def finalize(self) -> None:
         """All gradients of this backward are there: reduce what is left and write back."""
         self.phase = Phase.FINALIZE
+        self._finalize(self._finish_step)
+
+    def _finalize(self, finish: Callable[[], None]) -> None:
         self.clock.computed = self.clock.now()
         try:
             with torch.no_grad():
-                self._finish_step()
+                finish()
         except Exception:
             if self._next < len(self.buckets):
                 self._give_up()
@@ -518,6 +533,10 @@ class Reducer:
         if self.options.find_unused or self._next < len(self.buckets):
             with record_function("search_unused_parameters"):
                 self._look_for_unused()
+        self._reduce_rest()
+        self._remember()
+
+    def _reduce_rest(self) -> None:
         for solo in self._unseen:
             solo.look()
         for bucket in self.buckets[self._next :]:
@@ -539,7 +558,6 @@ class Reducer:
         error = self._verdicts.judge(self.rank, self.step, statements, self.slots)
         if error is not None:
             raise self.failed(error)
-        self._remember()
 
     def _settle(self, bucket: Bucket) -> None:
         """Wait for a bucket and write it back."""

@@ -30,6 +30,7 @@ class Incident(IntFlag):
     UNUSED = 1  # parameters got no gradient though that is not allowed
     ABANDONED = 2  # the backward raised
     FORWARD_FAILED = 4  # a forward before this backward raised
+    PARTIAL = 8  # gradients are missing, and that is allowed
 
 
 @dataclass(frozen=True)

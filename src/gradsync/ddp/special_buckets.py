@@ -1,4 +1,4 @@
-"""Buckets of one gradient: a large one that is reduced in place, and a sparse one.
+"""Buckets of one gradient, large or sparse, and those that are reduced in another dtype.
 
 ``make_buckets`` makes buckets of all kinds from a plan.
 """
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradsync.ddp.autograd import GradientWatch, owns_memory
-from gradsync.ddp.bucket import NOWHERE, Bucket, Packing, Slot, is_dense
+from gradsync.ddp.bucket import NOWHERE, Bucket, Packing, Slot, is_dense, to_full_precision
 from gradsync.errors import StateError
 
 
@@ -29,9 +29,16 @@ def make_buckets(
     the same; and where all are sparse, or ``extra_apart`` asks for it, one that has only the
     extra elements is added.
     """
+    if not slots:
+        return []
     groups = [[slots[index] for index in indices] for indices in plan]
     dense = [group for group in groups if not group[0].sparse]
-    solo = [group for group in dense if len(group) == 1 and group[0].nbytes >= solo_bytes]
+    kind = Bucket if packing.dtype is None else CastBucket
+    solo = [
+        group
+        for group in dense
+        if kind is Bucket and len(group) == 1 and group[0].nbytes >= solo_bytes
+    ]
     carriers = [each for each in dense if each not in solo] or dense
     carrier = carriers[-1] if carriers and not extra_apart else []
     buckets: list[Bucket] = []
@@ -43,8 +50,8 @@ def make_buckets(
         elif group in solo:
             buckets.append(SoloBucket(group[0], packing))
         else:
-            buckets.append(Bucket(group, packing, group[0].param))
-    buckets.append(Bucket(carrier, packing, (carrier or slots)[0].param, extra=extra))
+            buckets.append(kind(group, packing, group[0].param))
+    buckets.append(kind(carrier, packing, (carrier or slots)[0].param, extra=extra))
     for index, bucket in enumerate(buckets):
         bucket.index = index
         bucket.is_last = bool(bucket.slots) and not any(each.slots for each in buckets[index + 1 :])
@@ -136,6 +143,38 @@ class SoloBucket(Bucket):
         self._storage, self._views, slot.view = None, [], NOWHERE
 
 
+class CastBucket(Bucket):
+    """Dense gradients that are reduced in another dtype than that of the computation.
+
+    Under mixed precision a gradient has the low dtype until it is reduced. With
+    ``gradient_as_bucket_view`` it becomes a view then, if buckets have the full dtype.
+    """
+
+    def allocate(self) -> None:
+        super().allocate()
+        self._wants_views, self._as_views = self._as_views or self._wants_views, False
+
+    _wants_views = False
+
+    def unpack(self) -> None:
+        for slot in self.slots:
+            if slot.param.grad is not None and not slot.frozen:
+                self._set(slot)
+
+    def give(self, slot: Slot) -> None:
+        self._set(slot)
+
+    def _set(self, slot: Slot) -> None:
+        param = slot.param
+        to_full_precision(param)
+        if self._wants_views and self.dtype == param.dtype:
+            param.grad = slot.view
+        elif param.grad is not None and param.grad.dtype == param.dtype:
+            param.grad.copy_(slot.view)
+        else:
+            param.grad = slot.view.to(param.dtype, copy=True)
+
+
 class SparseBucket(Bucket):
     """One parameter whose gradient is a sparse tensor, reduced as it is.
 
@@ -172,7 +211,7 @@ class SparseBucket(Bucket):
                 f"parameter {slot.name} got a dense gradient where a sparse one was expected, "
                 "since its module has sparse=True. Use it only through that module."
             )
-        self._gradient = gradient.coalesce() * self.packing.scale
+        self._gradient = gradient.coalesce().to(self.dtype) * self.packing.scale
         if self._rows is not None:
             self._pack_rows(slot, self._rows, self._gradient.coalesce())
 
@@ -202,7 +241,7 @@ class SparseBucket(Bucket):
         if self._rows is not None and self._values is not None:
             self._gradient = self._sparse(self._rows, self._values)
         if not self.missing:
-            self.slots[0].param.grad = self._gradient
+            self.give(self.slots[0])
 
     def zero(self) -> None:
         param = self.slots[0].param
@@ -213,7 +252,9 @@ class SparseBucket(Bucket):
         self._gradient = self._sparse(nowhere, values[:0])
 
     def give(self, slot: Slot) -> None:
-        slot.param.grad = self._gradient
+        assert self._gradient is not None, "it is reduced"
+        to_full_precision(slot.param)
+        slot.param.grad = self._gradient.to(slot.param.dtype)
 
     def _sparse(self, rows: Tensor, values: Tensor) -> Tensor:
         return torch.sparse_coo_tensor(

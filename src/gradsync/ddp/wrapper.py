@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,10 @@ from gradsync.ddp import arguments, join
 from gradsync.ddp.autograd import in_backward, in_distributed_autograd
 from gradsync.ddp.buffers import BufferSync
 from gradsync.ddp.collectives import Broadcaster
+from gradsync.ddp.delayed import DelayedReduction, check_delayed
 from gradsync.ddp.features import Features
 from gradsync.ddp.layout import ReducerOptions
+from gradsync.ddp.mixed_precision import Precision, check_config, reduce_dtype
 from gradsync.ddp.plan import BucketCaps, bucket_caps
 from gradsync.ddp.reducer import Phase, Reducer
 from gradsync.ddp.verify import failures_told, verify_same_model
@@ -61,9 +63,10 @@ class DistributedDataParallel(Features):
             the memory of one set of gradients.
         static_graph: the promise that every step uses the same parameters in the same way. It
             allows reentrant checkpoints over a parameter more than once, and unused parameters.
-        delay_all_reduce_named_params: not there yet.
-        param_to_hook_all_reduce: not there yet.
-        mixed_precision: not there yet.
+        delay_all_reduce_named_params: parameters, as (name, parameter), that are not reduced in
+            buckets but together, when ``param_to_hook_all_reduce`` gets its gradient.
+        param_to_hook_all_reduce: see there; best the one whose gradient comes last.
+        mixed_precision: a ``gradsync.MixedPrecision``: dtypes to compute and to reduce in.
         device_mesh: a 1-D mesh in place of ``process_group``; may be sliced from a larger one.
         skip_all_reduce_unused_params: do not reduce buckets whose parameters all go unused;
             they have to be the same on all ranks in all steps.
@@ -72,6 +75,10 @@ class DistributedDataParallel(Features):
         batched_grad_copy: accepted for torch's sake; gradients are always copied in batches.
         forward_sync_buffers: before each training forward, set the buffers to rank 0's;
             default True.
+        reduce: "mean", or "sum" to leave the gradients undivided.
+        plain_state_dict: let ``state_dict`` be that of the module, without ``module.`` before the
+            names; ``load_state_dict`` then takes both.
+        passthrough: let attributes of the module be read through the wrapper.
 
     Example:
         >>> import torch, gradsync
@@ -105,6 +112,10 @@ class DistributedDataParallel(Features):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        *,
+        reduce: Literal["mean", "sum"] = "mean",
+        plain_state_dict: bool = False,
+        passthrough: bool = False,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
@@ -114,9 +125,6 @@ class DistributedDataParallel(Features):
         if device_mesh is not None:
             self.device_mesh = device_mesh
         with failures_told(self.process_group, module) if init_sync else nullcontext():
-            arguments.check_supported(
-                delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision
-            )
             arguments.check_flags(
                 init_sync=init_sync,
                 find_unused_parameters=find_unused_parameters,
@@ -124,7 +132,15 @@ class DistributedDataParallel(Features):
                 static_graph=static_graph,
                 skip_all_reduce_unused_params=skip_all_reduce_unused_params,
                 batched_grad_copy=batched_grad_copy,
+                plain_state_dict=plain_state_dict,
+                passthrough=passthrough,
             )
+            arguments.check_choice("reduce", reduce, ("mean", "sum"))
+            check_delayed(
+                delay_all_reduce_named_params, param_to_hook_all_reduce, list(module.parameters())
+            )
+            if mixed_precision is not None:
+                check_config(mixed_precision)
             arguments.warn_of_deprecated(broadcast_buffers, forward_sync_buffers, check_reduction)
             if not isinstance(dim, int):
                 raise ArgumentError(f"dim must be an int, the batch dimension, got {dim!r}.")
@@ -133,7 +149,10 @@ class DistributedDataParallel(Features):
             )
             self.module = module
             self.dim = dim
-            named = self._managed_parameters()
+            self._delayed: DelayedReduction | None = None
+            self._delayed_parameters = list(delay_all_reduce_named_params or ())
+            self.parameters_to_ignore.update(name for name, _ in self._delayed_parameters)
+            named = [*self._managed_parameters(), *self._delayed_parameters]
             arguments.check_parameters(named)
             devices = arguments.resolve_devices(named, device_ids, output_device)
             self.device = devices.device
@@ -152,6 +171,10 @@ class DistributedDataParallel(Features):
             self.batched_grad_copy = batched_grad_copy
             self.static_graph = static_graph
             self.mixed_precision = mixed_precision
+            self._precision: Precision | None = None
+            self._reduces_to_mean = reduce == "mean"
+            self._plain_state_dict = plain_state_dict
+            self._passthrough = passthrough
             self._caps = (bucket_cap_mb, bucket_cap_mb_list)
             self.broadcast_bucket_size = 250 * 1024 * 1024
             self.use_side_stream_for_tensor_copies = True
@@ -169,6 +192,19 @@ class DistributedDataParallel(Features):
         if init_sync:
             self._verify_same_model()
             self._sync_module_states(0)
+        if mixed_precision is not None:
+            parameters = self._module_parameters
+            buffers = self.named_module_buffers
+            self._precision = Precision(mixed_precision, module, parameters, buffers)
+            self.reducer.on_backward_end = self._precision.leave
+        if param_to_hook_all_reduce is not None:
+            self._delayed = DelayedReduction(
+                self.process_group,
+                [param for _, param in self._delayed_parameters],
+                param_to_hook_all_reduce,
+                mean=self._reduces_to_mean,
+            )
+            weakref.finalize(self, self._delayed.remove)
 
     # ---------------------------------------------------------------- construction
 
@@ -180,6 +216,8 @@ class DistributedDataParallel(Features):
             find_unused=self.find_unused_parameters,
             as_views=self.gradient_as_bucket_view,
             skip_unused=self.skip_all_reduce_unused_params,
+            mean=self._reduces_to_mean,
+            reduce_dtype=reduce_dtype(self.mixed_precision),
         )
         options.caps(True)  # bad sizes are noticed before any collective
         self.reducer = Reducer(
@@ -193,6 +231,9 @@ class DistributedDataParallel(Features):
         self._unhook = weakref.finalize(self, self.reducer.remove_hooks)
         self._frozen = [p for _, p in self._managed_parameters() if not p.requires_grad]
         self._has_buffers = bool(self.modules_buffers)
+        if self._precision is not None:
+            self.reducer.on_backward_end = self._precision.leave
+        self._lazy_init_ran = False
 
     def _verify_same_model(self) -> None:
         verify_same_model(
@@ -206,13 +247,15 @@ class DistributedDataParallel(Features):
                 "find_unused_parameters": self.find_unused_parameters,
                 "static_graph": self.static_graph,
                 "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
+                "mixed_precision": str(self.mixed_precision),
+                "reduce": "mean" if self._reduces_to_mean else "sum",
             },
         )
 
     def _synced_tensors(self) -> list[tuple[str, Tensor]]:
         """What construction makes equal on all ranks, by name."""
         buffers = self.named_module_buffers if self._init_sync_buffers else {}
-        return [*self._managed_parameters(), *buffers.items()]
+        return [*self._managed_parameters(), *self._delayed_parameters, *buffers.items()]
 
     def _sync_module_states(self, source: int) -> None:
         """Overwrite parameters and buffers with those of rank ``source``."""
@@ -241,6 +284,7 @@ class DistributedDataParallel(Features):
         """
         with record_function("DistributedDataParallel.forward"):
             if self.reducer.phase is Phase.BACKWARD and in_backward():
+                inputs, kwargs = self._cast_inputs(inputs, kwargs)
                 return self.module(*inputs, **kwargs)  # a checkpoint recomputes us
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             try:
@@ -248,6 +292,8 @@ class DistributedDataParallel(Features):
             except BaseException:
                 if self._asks_for_reduction():
                     self.reducer.forward_failed()
+                if self._precision is not None:
+                    self._precision.leave()
                 raise
             return self._post_forward(output)
 
@@ -281,8 +327,17 @@ class DistributedDataParallel(Features):
                 torch.device(self.device_type, self.device_ids[0]),
                 self.use_side_stream_for_tensor_copies,
             )
-            return moved_inputs[0], moved_kwargs[0]
-        return inputs, kwargs
+            inputs, kwargs = moved_inputs[0], moved_kwargs[0]
+        if self._precision is not None and self._precision.enter():
+            self.reducer.watch()
+        return self._cast_inputs(inputs, kwargs)
+
+    def _cast_inputs(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._precision is None:
+            return inputs, kwargs
+        return self._precision.cast_inputs(inputs, kwargs)
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, and let Dynamo know meanwhile for which DDP it compiles."""
@@ -302,6 +357,10 @@ class DistributedDataParallel(Features):
         else:
             self.require_forward_param_sync = False
             self.reducer.disarm()
+        if self._precision is not None and not torch.is_grad_enabled():
+            self._precision.leave()
+        if self._delayed is not None:
+            self._delayed.after_forward()
         return output
 
     def _lazy_init(self) -> None:
@@ -386,7 +445,9 @@ class DistributedDataParallel(Features):
         self._check_default_group()
         state = copy.copy(self.__dict__)
         state["_pickled_hooks"] = self._comm_hooks
-        for name in ("process_group", "device_mesh", "reducer", "_unhook", "_buffer_sync"):
+        for name in (
+            "process_group", "device_mesh", "reducer", "_unhook", "_buffer_sync", "_delayed",
+        ):  # fmt: skip
             state.pop(name, None)
         return state
 
