@@ -72,7 +72,7 @@ class Features(TorchSurface, Joinable):
 
     @property
     def _comm_hooks(self) -> list[tuple[Hook, object]]:
-        reduction = self.reducer.reduction
+        reduction = self.reducer.queue.reduction
         return [(reduction.hook, reduction.state)] if isinstance(reduction, CommHook) else []
 
     def _register_buffer_comm_hook(
@@ -240,7 +240,7 @@ class Features(TorchSurface, Joinable):
     def _setup_in_backward_optimizers(self) -> None:
         """Run the optimizers of parameters that are marked to be stepped in the backward."""
         if overlap_optim.take_hooks_off(self._module_parameters):
-            self.reducer.on_reduced = overlap_optim.step
+            self.reducer.queue.on_reduced = overlap_optim.step
 
     def _register_fused_optim(
         self,

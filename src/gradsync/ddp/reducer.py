@@ -11,7 +11,6 @@ every rank alike, and the trailer of the last one tells what was used elsewhere.
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -28,11 +27,12 @@ from gradsync.ddp.autograd import (
     in_nested_backward,
     watch_outputs,
 )
-from gradsync.ddp.bucket import Bucket, Packing, Slot
+from gradsync.ddp.bucket import Bucket, Slot
 from gradsync.ddp.clock import StepClock
-from gradsync.ddp.collectives import Work, broadcast, is_foreign, wait
+from gradsync.ddp.collectives import Work, broadcast, wait
 from gradsync.ddp.comm_hook import CommHook, GradBucket, Hook, sum_hook
 from gradsync.ddp.layout import Layout, ReducerOptions
+from gradsync.ddp.queue import BucketQueue
 from gradsync.ddp.rollcall import (
     Incident,
     RollCall,
@@ -41,8 +41,6 @@ from gradsync.ddp.rollcall import (
     usage_counts,
     write_trailer,
 )
-from gradsync.ddp.route import Summation
-from gradsync.ddp.special_buckets import SoloBucket
 from gradsync.ddp.usage import Unreached, find_unreached, settle_unused, used_here
 from gradsync.ddp.verdicts import Verdicts
 from gradsync.errors import GraphChangedError, ReadyTwiceError, StateError
@@ -70,9 +68,9 @@ class Phase(Enum):
 class Reducer:
     """Averages the gradients of ``parameters`` over the ranks of ``group``.
 
-    Features that act on a step do it from outside, through three places that are None otherwise:
-    ``reduction`` sums a bucket, ``on_reduced`` gets each one as soon as it is reduced, and
-    ``on_backward_end`` runs at the end of each backward, reduced or not.
+    Features act on a step from outside: ``queue.reduction`` sums a bucket, ``queue.on_reduced``
+    gets each one as soon as it is reduced, ``on_backward_end`` runs at the end of each backward,
+    reduced or not.
     """
 
     def __init__(
@@ -89,15 +87,12 @@ class Reducer:
             for index, ((name, param), is_sparse) in enumerate(zip(parameters, sparse, strict=True))
         ]
         self.options = options
-        self.packing = Packing(as_views=options.as_views, dtype=options.reduce_dtype)
-        self.layout = Layout(self.slots, self.packing, options)
+        self.queue = BucketQueue(options, self._fill_tail)
+        self.layout = Layout(self.slots, self.queue.packing, options)
         self.layout.static_graph = static_graph
-        self.clock = StepClock()
-        self.on_reduced: Callable[[Sequence[Slot]], None] | None = None
         self.on_backward_end: Callable[[], None] | None = None
         self.also_wait_for: list[torch.futures.Future[object]] = []  # at the end of this step
         self.phase = Phase.IDLE
-        self.step = 0  # reductions begun
         self.buckets_reduced = 0  # in the last step
         self.has_rebuilt = False
         self.graph_is_static = True  # so far every step used the same parameters
@@ -106,11 +101,8 @@ class Reducer:
         self.last_error: str | None = None
         # of this step
         self._arrivals: list[Slot] = []  # in the order of their gradients
-        self._next = 0  # the next bucket to launch
-        self._settled = 0  # the next bucket to unpack
         self._unreached = Unreached()
         self._incidents = Incident(0)
-        self._unseen: list[SoloBucket] = []  # nothing is packed yet, see [Note: lending]
         self._ends_locally = False  # on_backward_end is scheduled
         self._active_ranks: Work = None  # a sum on its way, of what to divide by
         # from step to step
@@ -122,7 +114,7 @@ class Reducer:
         self._frozen: list[Slot] = []
         self._verdicts = Verdicts()
         self._set_group(group)
-        self._install(self.layout.initial(with_usage=self._with_usage))
+        self._lay_out()
         self._watches: list[GradientWatch] = []
         self.watch()
 
@@ -143,26 +135,33 @@ class Reducer:
         return self._learning or self.options.find_unused
 
     @property
-    def _tail(self) -> Tensor:
-        return self.buckets[-1].tail
+    def buckets(self) -> Sequence[Bucket]:
+        """In the order of their reduction."""
+        return self.queue.buckets
 
     @property
-    def _packs(self) -> bool:
-        """Do gradients have to be in buckets at all?"""
-        return not self._alone or self.options.as_views
+    def group(self) -> dist.ProcessGroup:
+        """The ranks to average over."""
+        return self.queue.group
+
+    @property
+    def step(self) -> int:
+        """How many reductions have begun."""
+        return self.queue.step
+
+    @property
+    def clock(self) -> StepClock:
+        """The times of the steps."""
+        return self.queue.clock
 
     def _set_group(self, group: dist.ProcessGroup, hook: CommHook | None = None) -> None:
-        self.group = group
         self.world = group.size()
         self.rank = group.rank()
-        self.reduction: Summation | CommHook = hook or Summation(group)
-        self.set_divisor(self.world)
-        self._alone = not self.slots or (self.world == 1 and not is_foreign(group) and hook is None)
+        self.queue.set_group(group, hook, alone=not self.slots)
 
-    def set_divisor(self, ranks: float) -> None:
-        """What the gradients of the next step are divided by, unless a hook does it."""
-        averages = self.options.mean and isinstance(self.reduction, Summation)
-        self.packing.scale = 1.0 / ranks if averages else 1.0
+    def _lay_out(self) -> None:
+        self.queue.install(self.layout.initial(with_usage=self._with_usage))
+        self._arm()
 
     def divide_by(self, ranks: Work) -> None:
         """The next step is divided by the sum that ``ranks`` is waiting for."""
@@ -171,14 +170,14 @@ class Reducer:
     def reset(self, group: dist.ProcessGroup) -> None:
         """Start anew with ``group``: what was learned, and a step under way, are forgotten."""
         self._end_step()
-        old = self.reduction
+        old = self.queue.reduction
         hook = CommHook(group, old.hook, old.state) if isinstance(old, CommHook) else None
         self._set_group(group, hook)
         self._forget()
 
     def register_hook(self, hook: Hook, state: object) -> None:
         """Let ``hook`` reduce the buckets."""
-        if isinstance(self.reduction, CommHook):
+        if isinstance(self.queue.reduction, CommHook):
             raise self.failed(StateError(messages.HOOK_TWICE))
         if self.phase is not Phase.IDLE and self.phase is not Phase.ARMED:
             raise self.failed(StateError(messages.HOOK_IN_BACKWARD))
@@ -193,15 +192,15 @@ class Reducer:
         self._used_anywhere = None
         for slot in self.slots:
             slot.due = 1
-        self._install(self.layout.initial(with_usage=self._with_usage))
+        self._lay_out()
 
     def take_over(self, old: "Reducer") -> None:
         """Go on where ``old`` has been, with other parameters."""
-        self.step, self._forwards = old.step, old._forwards
+        self.queue.step, self._forwards = old.step, old._forwards
+        self.queue.clock = old.clock
         self._incidents = old._incidents
-        self.clock = old.clock
-        if isinstance(old.reduction, CommHook):
-            self.register_hook(old.reduction.hook, old.reduction.state)
+        if isinstance(old.queue.reduction, CommHook):
+            self.register_hook(old.queue.reduction.hook, old.queue.reduction.state)
         unsynced = {slot.param for slot in old.slots if slot.used_unsynced}
         for slot in self.slots:
             slot.used_unsynced = slot.param in unsynced
@@ -212,7 +211,7 @@ class Reducer:
         if self.step > 0:
             raise self.failed(StateError(messages.STATIC_GRAPH_TOO_LATE))
         self.layout.static_graph = True
-        self._install(self.layout.initial(with_usage=self._with_usage))
+        self._lay_out()
 
     def expect_rows(self, rows: Mapping[str, Tensor]) -> None:
         """Announce the rows of sparse gradients, by parameter; they hold until set anew."""
@@ -229,25 +228,12 @@ class Reducer:
             watch.remove()
         self._watches = []
 
-    def _install(self, buckets: list[Bucket]) -> None:
-        self.buckets = buckets
-        self._arm()
-
     def _arm(self) -> None:
         """Wait for the gradients of a new step."""
         for slot in self._arrivals:
             slot.fires = 0
         self._arrivals.clear()
-        self.packing.lent.clear()
-        self.packing.kept.clear()
-        self._next = self._settled = 0
-        for bucket in self.buckets:
-            bucket.arm()
-        self._unseen = [
-            bucket
-            for bucket in self.buckets
-            if isinstance(bucket, SoloBucket) and bucket.slots[0].lendable is None
-        ]
+        self.queue.arm()
 
     # ---------------------------------------------------------------- forward
 
@@ -266,10 +252,8 @@ class Reducer:
             self.rebuild()
         if self._frozen:
             self._thaw()
-        if not self._forwards and self._packs:
-            for bucket in self.buckets:  # before the forward fills the memory
-                if type(bucket) is Bucket:
-                    bucket.allocate()
+        if not self._forwards:
+            self.queue.allocate()  # before the forward fills the memory
         self._forwards += 1
         self.clock.begin_forward()
 
@@ -302,12 +286,12 @@ class Reducer:
         if self._order is None:
             return False
         order, self._order = self._order, None
-        if not self._alone:
+        if not self.queue.alone:
             shared = torch.tensor(order, dtype=torch.int64, device=self.buckets[0].device)
             work = broadcast(self.group, shared, 0)
             wait(work, self.group, lambda: "the broadcast of rank 0's order of gradients")
             order = shared.tolist()
-        self._install(self.layout.in_order(order, with_usage=self._with_usage))
+        self.queue.install(self.layout.in_order(order, with_usage=self._with_usage))
         self.has_rebuilt = True
         return True
 
@@ -335,8 +319,8 @@ class Reducer:
                 reducer._fired_otherwise(slot)
                 return
             bucket = slot.bucket
-            if slot.eager:
-                reducer._pack_large(slot)
+            if slot.eager and not reducer._learning:
+                reducer.queue.pack_large(slot)
             bucket.pending -= 1
             if not bucket.pending:
                 reducer._launch_full()
@@ -357,7 +341,7 @@ class Reducer:
         """A gradient came outside a reduction: does it begin one?"""
         if self.phase is Phase.ARMED and in_nested_backward():
             self.phase = Phase.NESTED
-            self.step += 1
+            self.queue.step += 1
             self.clock.begin_backward()
         elif self.phase is Phase.ARMED:
             self._begin()
@@ -372,7 +356,7 @@ class Reducer:
         return True
 
     def _begin(self) -> None:
-        self.step += 1
+        self.queue.step += 1
         self.clock.begin_backward()
         self._await_end()
 
@@ -385,7 +369,7 @@ class Reducer:
     def _await_end(self) -> None:
         if self._active_ranks is not None:
             self._active_ranks.wait()
-            self.set_divisor(self._active_ranks.result()[0].item())
+            self.queue.set_divisor(self._active_ranks.result()[0].item())
             self._active_ranks = None
         self.phase = Phase.BACKWARD
         EndOfBackward.schedule(self.finalize, self._abandon)
@@ -402,48 +386,18 @@ class Reducer:
             raise self.failed(GraphChangedError(messages.newly_used(self.rank, slot)))
         raise self.failed(ReadyTwiceError(messages.ready_twice(self.rank, slot)))
 
-    def _pack_large(self, slot: Slot) -> None:
-        if self._learning or self._unseen:
-            return
-        if self._packs:
-            with torch.no_grad():
-                slot.bucket.pack_large(slot)
-
     def _launch_full(self) -> None:
-        """Launch the buckets that are full, up to the first that is not."""
+        """A bucket is full: launch what can be."""
         if self._learning:
             return  # any gradient may come a second time
-        buckets = self.buckets
-        while not self._unseen and self._next < len(buckets) and not buckets[self._next].pending:
-            self._launch(buckets[self._next])
-        if self.phase is Phase.NESTED and not any(bucket.pending for bucket in buckets):
+        self.queue.launch_full()
+        if self.phase is Phase.NESTED and self.queue.all_full:
             self._await_end()
 
-    def _launch(self, bucket: Bucket) -> None:
-        if self._packs:
-            with torch.no_grad():  # under create_graph=True gradients have a graph
-                bucket.pack()
-        if not self._alone:
-            self._send(bucket)
-        self._next += 1
-        if self.on_reduced is not None and self.phase is Phase.BACKWARD:
-            self._settle_early()
-
-    def _settle_early(self) -> None:
-        """Finish the buckets that are reduced already, while the backward goes on."""
-        with torch.no_grad():
-            while self._settled < self._next:
-                bucket = self.buckets[self._settled]
-                if bucket.work is not None and not bucket.work.is_completed():
-                    return
-                self._settle(bucket)
-
-    def _send(self, bucket: Bucket) -> None:
-        if bucket.extra:
-            used = used_here(self.slots, self.buckets) if bucket.extra > 1 else None
-            write_trailer(bucket.tail, incident=bool(self._incidents), used=used)
-        self.clock.launch()
-        bucket.work = self.reduction.start(bucket)
+    def _fill_tail(self, tail: Tensor) -> None:
+        """Write what this rank reports of the step."""
+        used = used_here(self.slots, self.buckets) if tail.numel() > 1 else None
+        write_trailer(tail, incident=bool(self._incidents), used=used)
 
     def _abandon(self) -> None:
         """The backward raised: end the step as far as the other ranks are concerned."""
@@ -458,20 +412,15 @@ class Reducer:
     def _give_up(self) -> None:
         """Peers wait for the buckets that we have not sent: send zeros, and say so."""
         self._incidents |= Incident.ABANDONED
-        if not self._alone:
-            for bucket in self.buckets[self._next :]:
-                bucket.zero()
-                self._send(bucket)
-            for bucket in self.buckets[self._settled :]:
-                wait(bucket.work, self.group, partial(self._describe, bucket))
-            self.reduction.done()
+        self.queue.send_zeros()
+        if not self.queue.alone:
             self._call_roll().wait()
 
     def shadow(self) -> None:
         """Take part in a step of the other ranks with nothing of our own."""
         if self._order is not None:
             self.rebuild()
-        self.step += 1
+        self.queue.step += 1
         self.phase = Phase.FINALIZE
         try:
             with torch.no_grad():
@@ -480,14 +429,7 @@ class Reducer:
             self._end_step()
 
     def _shadow_step(self) -> None:
-        for bucket in self.buckets:
-            bucket.zero()
-            if not self._alone:
-                self._send(bucket)
-        for bucket in self.buckets:
-            if bucket.work is not None:
-                wait(bucket.work, self.group, partial(self._describe, bucket))
-        self.reduction.done()
+        self.queue.send_zeros()
         statements = self._hear_statements()
         error = self._verdicts.judge(self.rank, self.step, statements, self.slots)
         if error is not None:
@@ -501,7 +443,7 @@ class Reducer:
     def reduce_now(self) -> None:
         """Reduce the gradients as they are, outside a backward."""
         self.check_ready()
-        self.step += 1
+        self.queue.step += 1
         self.phase = Phase.FINALIZE
         self.clock.begin_backward()
         for slot in self.slots:
@@ -523,56 +465,34 @@ class Reducer:
             with torch.no_grad():
                 finish()
         except Exception:
-            if self._next < len(self.buckets):
+            if not self.queue.all_launched:
                 self._give_up()
             raise
         finally:
             self._end_step()
 
     def _finish_step(self) -> None:
-        if self.options.find_unused or self._next < len(self.buckets):
+        if self.options.find_unused or not self.queue.all_launched:
             with record_function("search_unused_parameters"):
                 self._look_for_unused()
         self._reduce_rest()
         self._remember()
 
     def _reduce_rest(self) -> None:
-        for solo in self._unseen:
-            solo.look()
-        for bucket in self.buckets[self._next :]:
-            self._launch_late(bucket)
-        for bucket in self.buckets[self._settled :]:
-            self._settle(bucket)
+        self.queue.launch_rest()
+        self.queue.settle_rest()
         for future in self.also_wait_for:
             future.wait()
-        self.reduction.done()
         self.clock.reduced = self.clock.now()
-        self.buckets_reduced = sum(
-            bucket.work is not None and not bucket.skipped and bool(bucket.slots)
-            for bucket in self.buckets
-        )
+        self.buckets_reduced = self.queue.reduced
         statements = self._hear_statements()
         if self._unreached.stale or any(bucket.missing for bucket in self.buckets):
-            self._settle_unused(statements)
+            settle_unused(self.buckets, self._unreached.stale, self._usage(statements))
+            self.queue.settle_missing()
         self.clock.end_step()
         error = self._verdicts.judge(self.rank, self.step, statements, self.slots)
         if error is not None:
             raise self.failed(error)
-
-    def _settle(self, bucket: Bucket) -> None:
-        """Wait for a bucket and write it back."""
-        self._settled += 1
-        if bucket.work is not None:
-            wait(bucket.work, self.group, partial(self._describe, bucket))
-            if not bucket.skipped:
-                bucket.unpack()
-        if self.on_reduced is not None:
-            self.on_reduced([slot for slot in bucket.slots if slot not in bucket.missing])
-
-    def _settle_unused(self, statements: Sequence[Statement]) -> None:
-        settle_unused(self.buckets, self._unreached.stale, self._usage(statements))
-        if self.on_reduced is not None:
-            self.on_reduced([slot for bucket in self.buckets for slot in bucket.missing])
 
     def _look_for_unused(self) -> None:
         self._unreached = found = find_unreached(self.slots)
@@ -586,28 +506,18 @@ class Reducer:
         if found.unused and not self.options.find_unused and not self._learning:
             self._incidents |= Incident.UNUSED
 
-    def _launch_late(self, bucket: Bucket) -> None:
-        """At the end of the backward: with what is there."""
-        if not self.options.skip_unused or bucket.reached:
-            self._launch(bucket)
-            return
-        bucket.skip()
-        if bucket.extra and not self._alone:
-            self._send(bucket)
-        self._next += 1
-
     def _hear_statements(self) -> list[Statement]:
         """What the ranks say, if any of them has something to report."""
-        if self._alone:
+        if self.queue.alone:
             return [self._statement()] if self._incidents else []
-        return self._call_roll().wait() if has_incident(self._tail) else []
+        return self._call_roll().wait() if has_incident(self.queue.tail) else []
 
     def _usage(self, statements: Sequence[Statement]) -> list[bool]:
         """For each parameter, whether any rank used it in this step."""
-        if self._alone:
+        if self.queue.alone:
             return used_here(self.slots, self.buckets)
         if self.buckets[-1].extra > 1:
-            return [count > 0 for count in usage_counts(self._tail).tolist()]
+            return [count > 0 for count in usage_counts(self.queue.tail).tolist()]
         if statements:
             return [any(flags) for flags in zip(*(s.used for s in statements), strict=True)]
         return self._used_anywhere or used_here(self.slots, self.buckets)
@@ -645,7 +555,7 @@ class Reducer:
         self._active_ranks = None
         self.phase = Phase.IDLE
         self._arm()
-        self.set_divisor(self.world)
+        self.queue.set_divisor(self.world)
         if self.on_backward_end is not None:
             self.on_backward_end()
 
@@ -663,12 +573,6 @@ class Reducer:
     def _call_roll(self) -> RollCall:
         return RollCall(self.group, self.buckets[0].device, self._statement(), self.step)
 
-    def _describe(self, bucket: Bucket) -> str:
-        return (
-            f"step {self.step}: the reduction of bucket {bucket.index} of {len(self.buckets)} "
-            f"({bucket.describe()})"
-        )
-
     def failed(self, error: Exception) -> Exception:
         """Remember ``error`` for the logging data, and hand it back to be raised."""
         self.last_error = f"{type(error).__name__}: {error}"
@@ -682,8 +586,8 @@ class Reducer:
 
     def _get_local_used_map(self) -> Tensor:
         """For torch's callers: how many ranks used each parameter, where that is looked for."""
-        if self.buckets[-1].extra > 1 and not self._alone:
-            return usage_counts(self._tail)
+        if self.buckets[-1].extra > 1 and not self.queue.alone:
+            return usage_counts(self.queue.tail)
         return torch.zeros(len(self.slots), dtype=torch.int32)
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> "torch.futures.Future[Tensor]":
