@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from race.hooks import HOOKS
 from race.workloads import LEARNING_RATE, Batch, Workload
 
 TUNED = {"gradient_as_bucket_view": True, "static_graph": True, "batched_grad_copy": True}
@@ -23,12 +24,16 @@ class Contender:
     name: str
     module: str | None = None  # where its DistributedDataParallel lives; None: no DDP
     options: dict[str, Any] = field(default_factory=dict)
+    hook: Callable[[], tuple[object, Any]] | None = None  # makes the state and the hook
+    rival: str | None = None  # whom to compare it with; None: the better variant of torch
 
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.module is None:
             return model
         ddp = importlib.import_module(self.module).DistributedDataParallel
         wrapped: nn.Module = ddp(model, **self.options)
+        if self.hook is not None:
+            wrapped.register_comm_hook(*self.hook())
         return wrapped
 
     def why_absent(self) -> str | None:
@@ -42,6 +47,33 @@ class Contender:
         return None
 
 
+def hook_contenders() -> list[Contender]:
+    """Torch's hooks on torch's class; ours on torch's class, where only the hook differs, and
+    on gradsync's, which is what a user gets.
+    """
+    contenders = [
+        Contender(
+            name=f"torch-{pair.torch_name}",
+            module="torch.nn.parallel",
+            options=pair.torch_options,
+            hook=pair.torchs,
+        )
+        for pair in HOOKS
+        if pair.torchs is not None
+    ]
+    for pair in HOOKS:
+        for suffix, module in (("@torch", "torch.nn.parallel"), ("", "gradsync")):
+            contenders.append(
+                Contender(
+                    name=f"gradsync-{pair.name}{suffix}",
+                    module=module,
+                    hook=pair.ours,
+                    rival=f"torch-{pair.torch_name}",
+                )
+            )
+    return contenders
+
+
 CONTENDERS: dict[str, Contender] = {
     contender.name: contender
     for contender in (
@@ -52,10 +84,12 @@ CONTENDERS: dict[str, Contender] = {
         Contender(name="gradsync-tuned", module="gradsync", options=TUNED),
         Contender(name="torch-views", module="torch.nn.parallel", options=VIEWS),
         Contender(name="gradsync-views", module="gradsync", options=VIEWS),
+        *hook_contenders(),
     )
 }
 RACERS = ("local", "torch", "torch-tuned", "gradsync", "gradsync-tuned")
 MEMORY_RACERS = ("local", "torch-views", "gradsync-views")
+HOOK_RACERS = ("local", *(contender.name for contender in hook_contenders()))
 
 
 class Training:

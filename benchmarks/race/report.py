@@ -30,19 +30,22 @@ STYLES = {FASTER: "green", SLOWER: "red"}
 def print_tables(console: Console, laps: Sequence[Lap]) -> None:
     for lap in laps:
         table = Table(*COLUMNS, title=_title(lap), title_justify="left")
-        for row in summarise(lap.seconds_per_step):
+        for row in summarise(lap.seconds_per_step, lap.rivals):
             verdict = row.ratio.verdict if row.ratio else ""
             table.add_row(*_cells(row), style=STYLES.get(verdict))
         console.print(table if table.row_count else f"{_title(lap)}: no round finished")
         for warning in _warnings(lap):
             console.print(f"[yellow]{warning}[/]")
-    console.print("ratio = time of the better torch variant / ours, paired in each round, median")
+    console.print(
+        "ratio = time of torch / ours, paired in each round, median; torch is the better variant, "
+        "or the hook that ours takes the place of"
+    )
 
 
 def markdown(laps: Sequence[Lap]) -> str:
     lines = _markdown_head(("workload", *COLUMNS))
     for lap in laps:
-        for row in summarise(lap.seconds_per_step):
+        for row in summarise(lap.seconds_per_step, lap.rivals):
             lines.append("| " + " | ".join((lap.workload, *_cells(row))) + " |")
         lines += [f"\n{warning}" for warning in _warnings(lap)]
     return "\n".join(lines)
@@ -85,7 +88,8 @@ def document(
         "notes": list(notes),
         "interrupted": interrupted,
         "workloads": [
-            asdict(lap) | {"summary_rows": [asdict(r) for r in summarise(lap.seconds_per_step)]}
+            asdict(lap)
+            | {"summary_rows": [asdict(r) for r in summarise(lap.seconds_per_step, lap.rivals)]}
             for lap in laps
         ],
         "memory": [asdict(row) for row in memory],

@@ -6,6 +6,9 @@ the ratio is taken per round: `torch_best / ours`, above 1 when ours is faster. 
 the torch variant with the lower median over all rounds; it is one contender for the whole
 workload, not the luckier of the two in each round.
 
+Where a contender has a rival of its own (a hook of ours, and the hook of torch's that it takes
+the place of), it is compared with that one.
+
 The spread is the distribution-free 95 % confidence interval of the median: two order statistics,
 chosen by the binomial law (for 9 rounds the 2nd and the 8th value). It needs no resampling
 and no random seed, and for a handful of rounds it is more honest than a bootstrap. Fewer than 6
@@ -62,18 +65,18 @@ class Row:
     ratio: Ratio | None
 
 
-def summarise(times: Times) -> list[Row]:
+def summarise(times: Times, rivals: Mapping[str, str] | None = None) -> list[Row]:
     """One row a contender, in the order given. Unfinished rounds are left out."""
     whole = complete_rounds(times)
     best = best_reference(whole)
+    references = {name: best for name in whole if name.startswith(CHALLENGER_PREFIX)}
+    references |= {name: rival for name, rival in (rivals or {}).items() if rival in whole}
     return [
         Row(
             contender=name,
             median_seconds=median(seconds),
             share_of_local=median(paired(whole[IDEAL], seconds)) if IDEAL in whole else None,
-            ratio=compare(whole, name, best)
-            if best is not None and name.startswith(CHALLENGER_PREFIX)
-            else None,
+            ratio=compare(whole, name, reference) if (reference := references.get(name)) else None,
         )
         for name, seconds in whole.items()
     ]

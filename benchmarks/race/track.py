@@ -47,6 +47,7 @@ class Lap:
     steps: dict[str, int] = field(default_factory=dict)
     seconds_per_step: dict[str, list[float]] = field(default_factory=dict)
     same_weights: dict[str, bool] = field(default_factory=dict)
+    rivals: dict[str, str] = field(default_factory=dict)
     complete: bool = False
 
 
@@ -100,6 +101,7 @@ def race(
     for training in trainings:
         marshal.time(lambda: training.run(WARM_UP_STEPS))  # noqa: B023
     lap.same_weights.update(_compare_weights(trainings, marshal))
+    lap.rivals.update({each.name: each.rival for each in contenders if each.rival is not None})
     for training in trainings:
         name = training.contender.name
         lap.steps[name] = _calibrate(training, slot_seconds, marshal)
@@ -148,16 +150,19 @@ def _calibrate(training: Training, slot_seconds: float, marshal: Marshal) -> int
 def _compare_weights(trainings: Sequence[Training], marshal: Marshal) -> dict[str, bool]:
     """Whether each DDP contender holds the first one's weights, on all ranks.
 
-    A contender that skips work must not win by it.
+    A contender that skips work must not win by it. One with a hook that compresses has weights
+    of its own, and must only have the same on all ranks.
     """
     synced = [training for training in trainings if training.contender.module is not None]
     if not synced:
         return {}
-    expected = [p.detach().clone() for p in synced[0].model.parameters()]
-    for tensor in expected:
-        dist.broadcast(tensor, src=0, group=marshal.group)
+    expected: list[torch.Tensor] = []
     verdicts = {}
     for training in synced:
+        if not expected or training.contender.hook is not None:
+            expected = [p.detach().clone() for p in training.model.parameters()]
+            for tensor in expected:
+                dist.broadcast(tensor, src=0, group=marshal.group)
         differs = any(
             not torch.allclose(p, q, rtol=1e-4, atol=1e-6)
             for p, q in zip(training.model.parameters(), expected, strict=True)
