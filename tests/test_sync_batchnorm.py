@@ -326,6 +326,21 @@ class TestTraining:
 
         pool.run(run, timeout=LIMIT)
 
+    def test_a_compiled_model_leaves_the_layer_out_of_its_graphs(self, pool: WorkerPool) -> None:
+        def run(rank: int, world: int) -> None:
+            model = nn.Sequential(nn.Linear(3, 4), SyncBatchNorm(4), nn.ReLU())
+            reference = copy.deepcopy(model)
+            compiled = torch.compile(model, backend="eager")
+            for step in range(2):
+                input = data((3 + rank, 3), seed=step)
+                outputs = [each(input) for each in (compiled, reference)]
+                for output in outputs:
+                    output.pow(3).sum().backward()
+                assert torch.equal(*outputs)
+            assert torch.equal(model[0].weight.grad, reference[0].weight.grad)
+
+        pool.run(run, timeout=LIMIT)
+
     def test_a_frozen_layer_gets_no_gradients_and_passes_them_on(self, pool: WorkerPool) -> None:
         def run(rank: int, world: int) -> None:
             plain, ours = pair(2)
@@ -370,6 +385,18 @@ class TestCollectives:
                     output.sum().backward()
                     seen.append((forward, counted.total - forward))
             assert seen == [(2, 1), (1, 1), (1, 1)]
+
+        pool.run(run, timeout=LIMIT)
+
+    def test_another_group_compares_the_layers_again(self, pool: WorkerPool) -> None:
+        def run(rank: int, world: int) -> None:
+            groups = [dist.new_group([0, 1]) for _ in range(2)]
+            ours = SyncBatchNorm(FEATURES)
+            for group, expected in ((groups[0], 2), (groups[0], 1), (groups[1], 2), (None, 2)):
+                ours.process_group = group
+                with count_collectives() as counted:
+                    ours(data((3, FEATURES)))
+                assert counted.total == expected
 
         pool.run(run, timeout=LIMIT)
 

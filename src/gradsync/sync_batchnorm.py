@@ -17,6 +17,7 @@ that never gets to the layer: its peers wait for the time-out of the group.
 
 import math
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -96,26 +97,29 @@ class SyncBatchNorm(_BatchNorm):
         >>> SyncBatchNorm(3).eval()(torch.zeros(2, 3)).tolist()
         [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
         """
+        if not self.training:
+            return super().forward(input)
+        if torch.compiler.is_compiling():  # the exchange cannot be part of a compiled graph
+            forward: Callable[[Tensor], Tensor] = torch.compiler.disable(self._forward_in_training)
+            return forward(input)
+        return self._forward_in_training(input)
+
+    def _forward_in_training(self, input: Tensor) -> Tensor:
         group = self._group_to_sync()
         if group is None:
             return super().forward(input)
         self._compare_layers(group, input.device)
-        stake = _stake(input, (self.weight, self.bias))
         problem = self._problem_with(input)
-        # The moments are no part of the graph: their share of the gradient is in our backward.
-        with torch.no_grad():
-            row = self._row(input, stake) if problem is None else self._row_of_a_bad(input)
-            rows = _exchange(group, row, "the exchange of moments in forward")
-            heads: list[list[float]] = rows[:, :_HEAD].tolist()
-            if problem is not None:
-                raise ArgumentError(problem)
-            _check_heads(group, heads, input)
-            counts, (means, m2s) = rows[:, 0], rows[:, _HEAD:].chunk(2, dim=1)
-            mean, m2 = combine_moments(counts, means, m2s)
-            total = int(sum(count for count, _ in heads))
-            self._track(mean, m2, total)
-            variance = m2 / max(total, 1)
-        peers = _Peers(group, total, [stake for _, stake in heads])
+        rows = _exchange(group, self._row(input, problem), "the exchange of moments in forward")
+        if problem is not None:
+            raise ArgumentError(problem)
+        heads: list[list[float]] = rows[:, :_HEAD].tolist()
+        _check_heads(group, heads, input)
+        counts, (means, m2s) = rows[:, 0], rows[:, _HEAD:].chunk(2, dim=1)
+        mean, m2 = combine_moments(counts, means, m2s)
+        peers = _Peers(group, heads)
+        self._track(mean, m2, peers.total)
+        variance = m2 / max(peers.total, 1)
         output: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, mean, variance, self.eps, peers
         )
@@ -150,7 +154,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def _group_to_sync(self) -> dist.ProcessGroup | None:
         """The group to exchange moments in, or None if this forward is a local one."""
-        if not (self.training and dist.is_available() and dist.is_initialized()):
+        if not (dist.is_available() and dist.is_initialized()):
             return None
         group = self.process_group or dist.group.WORLD
         # On a rank outside of a group, `new_group` returns something that has no size.
@@ -180,17 +184,14 @@ class SyncBatchNorm(_BatchNorm):
                     )
         self._compared_in = weakref.ref(group)
 
-    def _row(self, input: Tensor, stake: float) -> Tensor:
+    def _row(self, input: Tensor, problem: str | None) -> Tensor:
         """What this rank tells the others: [Note: rows], [Note: nobody waits in vain]."""
-        count = input.numel() // self.num_features
+        count = _BAD_INPUT if problem is not None else input.numel() // self.num_features
+        stake = _stake(input, (self.weight, self.bias))
         head = torch.tensor([count, stake], dtype=torch.float64, device=input.device)
-        if count == 0:
+        if count < 1:
             return torch.cat((head, head.new_zeros(2 * self.num_features)))
         return torch.cat((head, *local_moments(input)))
-
-    def _row_of_a_bad(self, input: Tensor) -> Tensor:
-        length = _HEAD + 2 * self.num_features
-        return torch.full((length,), _BAD_INPUT, dtype=torch.float64, device=input.device)
 
     def _problem_with(self, input: Tensor) -> str | None:
         if input.dim() < 2:
@@ -234,10 +235,13 @@ def combine_moments(counts: Tensor, means: Tensor, m2s: Tensor) -> tuple[Tensor,
     >>> mean.item(), m2.item()
     (4.0, 26.0)
     """
-    mean = counts @ means / counts.sum().clamp_(min=1)
-    return mean, m2s.sum(0) + counts @ (means - mean).square_()
+    # No matrix product: its last bit may depend on the machine, and ranks have to agree on it.
+    weights = counts.unsqueeze(1)
+    mean = (weights * means).sum(0) / counts.sum().clamp_(min=1)
+    return mean, (means - mean).square_().mul_(weights).add_(m2s).sum(0)
 
 
+@torch.no_grad()  # their share of the gradient is in the backward of _Normalise
 def local_moments(input: Tensor) -> tuple[Tensor, Tensor]:
     """The mean and the sum of squared deviations of each feature, in float64.
 
@@ -278,9 +282,10 @@ def _moments_by_hand(input: Tensor) -> tuple[Tensor, Tensor]:
 class _Peers:
     """Who takes part in one forward, for its backward."""
 
-    def __init__(self, group: dist.ProcessGroup, total: int, stakes: list[float]) -> None:
+    def __init__(self, group: dist.ProcessGroup, heads: list[list[float]]) -> None:
+        counts, stakes = zip(*heads, strict=True)
         self.group = group
-        self.total = total  # values per feature, over all ranks
+        self.total = int(sum(counts))  # values per feature, over all ranks
         self.exchange_in_backward = _INPUT in stakes
         self.absent = [rank for rank, stake in enumerate(stakes) if stake == _NO_BACKWARD]
 
@@ -355,17 +360,10 @@ def _sums(
         return zeros, zeros
     # What the backward of an evaluation computes for bias and weight, in one look at the memory.
     dtype = _working_dtype(input)
+    mean, variance = mean.to(dtype), variance.to(dtype)
+    only_parameters = [False, True, True]
     _, sum_product, sum_grad = torch.ops.aten.native_batch_norm_backward(
-        grad,
-        input,
-        None,
-        mean.to(dtype),
-        variance.to(dtype),
-        None,
-        None,
-        False,
-        eps,
-        [False, True, True],
+        grad, input, None, mean, variance, None, None, False, eps, only_parameters
     )
     return sum_grad.double(), sum_product.double()
 
