@@ -177,6 +177,16 @@ def in_backward() -> bool:
     return _graph_task_id() != -1
 
 
+def in_compiled_autograd() -> bool:
+    """Is it compiled autograd that runs this backward?
+
+    [Note: compiled autograd] It takes the place of the engine: it calls our hooks, but drops the
+    callbacks that were queued for the end, uncalled, whether all went well or not.
+    """
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and module.in_compiled_autograd_region
+
+
 def in_distributed_autograd() -> bool:
     """Is this thread inside a ``torch.distributed.autograd.context``?"""
     if not RPC_AVAILABLE or not _is_current_rpc_agent_set():

@@ -17,6 +17,7 @@ from gradsync.ddp.buffers import BufferHook
 from gradsync.ddp.comm_hook import CommHook, Hook, builtin_hook, check_hook
 from gradsync.ddp.join import DDPJoinHook
 from gradsync.ddp.surface import TorchSurface
+from gradsync.ddp.traced import TracedReduction
 from gradsync.errors import ArgumentError, HookTypeError, StateError
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class Features(TorchSurface, Joinable):
 
     device: torch.device
     buffer_hook: BufferHook | None
+    _traced: TracedReduction | None = None
     _divide_by_initial_world_size: bool
     _plain_state_dict: bool
     _passthrough: bool
@@ -68,7 +70,10 @@ class Features(TorchSurface, Joinable):
                     'reduce="sum" and a communication hook exclude each other: the hook decides.'
                 )
             )
-        self.reducer.register_hook(hook, state)
+        if self._traced is not None:
+            self._traced.hooks.append((hook, state))
+        else:
+            self.reducer.register_hook(hook, state)
 
     @property
     def _comm_hooks(self) -> list[tuple[Hook, object]]:

@@ -24,6 +24,7 @@ from gradsync.ddp.autograd import (
     EndOfBackward,
     GradientWatch,
     accumulates,
+    in_compiled_autograd,
     in_nested_backward,
     watch_outputs,
 )
@@ -56,12 +57,16 @@ class Phase(Enum):
     [Note: hidden outputs] If the outputs are in an object that we do not look into, a step may
     begin with a gradient inside a nested backward, whose end is not that of the step. Then ARMED
     → NESTED, and → BACKWARD by the first gradient outside, or by the last one of all.
+
+    Under compiled autograd nobody calls us at the end of the backward: see [Note: compiled
+    autograd]. Then there is COMPILED in place of BACKWARD, and the last gradient ends the step.
     """
 
     IDLE = auto()  # gradients stay local: nothing asked for a reduction
     ARMED = auto()  # a synchronising forward has run
     NESTED = auto()  # gradients arrive, buckets launch, and the step's end is not in sight
     BACKWARD = auto()  # gradients arrive, buckets launch
+    COMPILED = auto()  # the same, and it is known how many will come
     FINALIZE = auto()  # all gradients are there
 
 
@@ -101,6 +106,7 @@ class Reducer:
         self.last_error: str | None = None
         # of this step
         self._arrivals: list[Slot] = []  # in the order of their gradients
+        self._awaited = 0  # gradients to come, where that is known
         self._unreached = Unreached()
         self._incidents = Incident(0)
         self._ends_locally = False  # on_backward_end is scheduled
@@ -239,7 +245,7 @@ class Reducer:
 
     def check_ready(self) -> None:
         """Raise if a forward whose gradients will be reduced cannot begin now."""
-        if self.phase is Phase.BACKWARD:
+        if self.phase in (Phase.BACKWARD, Phase.COMPILED):
             raise self.failed(StateError(messages.FORWARD_IN_BACKWARD))
         if self.phase is Phase.NESTED:
             self.finalize()
@@ -345,15 +351,15 @@ class Reducer:
             self.clock.begin_backward()
         elif self.phase is Phase.ARMED:
             self._begin()
-        elif self.phase is not Phase.NESTED:
+        elif self.phase is not Phase.NESTED and self.phase is not Phase.COMPILED:
             slot.used_unsynced = True
             if self.on_backward_end is not None and not self._ends_locally:
                 self._ends_locally = True
                 EndOfBackward.schedule(self._end_locally, self._end_locally)
             return False
-        elif not in_nested_backward():
+        elif self.phase is Phase.NESTED and not in_nested_backward():
             self._await_end()
-        return True
+        return self.phase is not Phase.COMPILED or not self._ends_with(slot)
 
     def _begin(self) -> None:
         self.queue.step += 1
@@ -373,6 +379,24 @@ class Reducer:
             self._active_ranks = None
         self.phase = Phase.BACKWARD
         EndOfBackward.schedule(self.finalize, self._abandon)
+        if in_compiled_autograd():
+            self.phase = Phase.COMPILED
+            self._awaited = sum(watch.will_fire() for watch in self._watches)
+            self._awaited -= len(self._arrivals)
+            if not self._awaited:
+                self.finalize()
+
+    def _ends_with(self, slot: Slot) -> bool:
+        """Was this the last gradient, and the step has ended?"""
+        self._awaited -= 1
+        if self._awaited:
+            return False
+        self._arrivals.append(slot)
+        slot.fires += 1
+        if slot.fires != slot.due:
+            self._fired_otherwise(slot)
+        self.finalize()
+        return True
 
     def _fired_otherwise(self, slot: Slot) -> None:
         """A slot fired, and it is not the time that makes it ready."""
@@ -401,6 +425,8 @@ class Reducer:
 
     def _abandon(self) -> None:
         """The backward raised: end the step as far as the other ranks are concerned."""
+        if self.phase is Phase.IDLE:
+            return  # it has ended before: see [Note: compiled autograd]
         self.phase = Phase.FINALIZE
         try:
             self._give_up()
@@ -581,7 +607,7 @@ class Reducer:
     def check_finalized(self) -> None:
         """Raise if the last backward was not reduced."""
         self.raise_deferred()
-        if self.phase is Phase.BACKWARD:
+        if self.phase in (Phase.BACKWARD, Phase.COMPILED):
             raise self.failed(StateError(messages.NOT_FINALIZED))
 
     def _get_local_used_map(self) -> Tensor:

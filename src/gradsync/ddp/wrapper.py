@@ -22,10 +22,11 @@ from torch.distributed.distributed_c10d import _get_default_group, _rank_not_in_
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parameter import Parameter
 
-from gradsync.ddp import arguments, join
+from gradsync.ddp import arguments, join, traced
 from gradsync.ddp.autograd import in_backward, in_distributed_autograd
 from gradsync.ddp.buffers import BufferSync
 from gradsync.ddp.collectives import Broadcaster
+from gradsync.ddp.compile import SplitSize, compiled_for, skip_our_frames, split_size
 from gradsync.ddp.delayed import DelayedReduction, check_delayed
 from gradsync.ddp.features import Features
 from gradsync.ddp.layout import ReducerOptions
@@ -88,7 +89,7 @@ class DistributedDataParallel(Features):
         tensor([8., 8.])
     """
 
-    _active_ddp_module: ClassVar["DistributedDataParallel | None"] = None
+    _active_ddp_module: ClassVar[SplitSize | None] = None
 
     def __init__(
         self,
@@ -209,6 +210,7 @@ class DistributedDataParallel(Features):
     # ---------------------------------------------------------------- construction
 
     def _build_reducer(self) -> None:
+        skip_our_frames()
         parameters, sparse = self._build_params_for_reducer()
         names = self._build_debug_param_to_name_mapping(parameters)
         options = ReducerOptions(
@@ -229,6 +231,13 @@ class DistributedDataParallel(Features):
         )
         # The hooks on the parameters must not outlive the wrapper: the module may.
         self._unhook = weakref.finalize(self, self.reducer.remove_hooks)
+        self._splits = split_size(self.bucket_bytes_cap)
+        if self._traced is not None:
+            self._traced.remove()
+        if traced.is_asked_for():
+            self._unhook()
+            self._traced = traced.TracedReduction(self)
+            self._unhook = weakref.finalize(self, self._traced.remove)
         self._frozen = [p for _, p in self._managed_parameters() if not p.requires_grad]
         self._has_buffers = bool(self.modules_buffers)
         if self._precision is not None:
@@ -283,7 +292,7 @@ class DistributedDataParallel(Features):
         torch.Size([3, 2])
         """
         with record_function("DistributedDataParallel.forward"):
-            if self.reducer.phase is Phase.BACKWARD and in_backward():
+            if self.reducer.phase in (Phase.BACKWARD, Phase.COMPILED) and in_backward():
                 inputs, kwargs = self._cast_inputs(inputs, kwargs)
                 return self.module(*inputs, **kwargs)  # a checkpoint recomputes us
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
@@ -301,6 +310,8 @@ class DistributedDataParallel(Features):
         return self.require_backward_grad_sync and torch.is_grad_enabled()
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._traced is not None:
+            return inputs, kwargs
         if self._asks_for_reduction() and in_distributed_autograd():
             raise NotImplementedError(
                 "DistributedDataParallel under torch.distributed.autograd is not part of "
@@ -341,14 +352,12 @@ class DistributedDataParallel(Features):
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, and let Dynamo know meanwhile for which DDP it compiles."""
-        outer = DistributedDataParallel._active_ddp_module
-        DistributedDataParallel._active_ddp_module = self
-        try:
+        with compiled_for(DistributedDataParallel, self._splits):
             return self.module(*inputs, **kwargs)
-        finally:
-            DistributedDataParallel._active_ddp_module = outer
 
     def _post_forward(self, output: Any) -> Any:
+        if self._traced is not None:
+            return output
         if self.buffer_hook is not None and not self.buffer_hook.before_forward:
             self._sync_buffers()
         if self._asks_for_reduction():
@@ -369,7 +378,7 @@ class DistributedDataParallel(Features):
         self._lazy_init_ran = True
 
     @classmethod
-    def _get_active_ddp_module(cls) -> "DistributedDataParallel | None":
+    def _get_active_ddp_module(cls) -> SplitSize | None:
         return cls._active_ddp_module
 
     @contextmanager
@@ -447,6 +456,7 @@ class DistributedDataParallel(Features):
         state["_pickled_hooks"] = self._comm_hooks
         for name in (
             "process_group", "device_mesh", "reducer", "_unhook", "_buffer_sync", "_delayed",
+            "_traced", "forward",
         ):  # fmt: skip
             state.pop(name, None)
         return state

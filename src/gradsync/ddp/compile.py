@@ -1,0 +1,63 @@
+"""What Dynamo, the front end of ``torch.compile``, has to know of us.
+
+[Note: Dynamo and our frames] A compiled program runs through our frames: the forward of the
+wrapper, the hooks that autograd calls. Dynamo has to leave those as they are and compile what
+they call, the user's module. So it gets our files as ones to skip, as it has torch's own.
+``traced.py`` is the exception.
+
+[Note: split graphs] A compiled backward is one node of autograd, and all its gradients come at
+its end: nothing could be reduced meanwhile. So Dynamo splits the graph of a module that runs
+inside a DDP about where its buckets end. It asks torch's class which DDP that is, and reads one
+attribute of it.
+"""
+
+import functools
+import pkgutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
+
+from gradsync import ddp as package
+
+TRACED = "traced"
+
+
+@dataclass(frozen=True)
+class SplitSize:
+    """All that Dynamo reads of a DDP: the bytes of parameters that make a graph."""
+
+    bucket_bytes_cap: int
+
+
+def split_size(bucket_bytes_cap: int) -> SplitSize:
+    """For buckets of that size. Dynamo takes nothing below torch's first bucket."""
+    least: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
+    return SplitSize(max(bucket_bytes_cap, least))
+
+
+@functools.cache
+def skip_our_frames() -> None:
+    """See [Note: Dynamo and our frames]."""
+    from torch._dynamo import trace_rules  # takes a second, and optimizers import it anyway
+
+    for each in pkgutil.iter_modules(package.__path__):
+        if each.name != TRACED:
+            trace_rules.add(f"{package.__name__}.{each.name}")
+
+
+@contextmanager
+def compiled_for(cls: Any, splits: SplitSize) -> Iterator[None]:
+    """Inside, graphs are split: see [Note: split graphs].
+
+    Dynamo asks torch's class, or ``cls`` once that has taken the other's place.
+    """
+    outer = TorchDDP._active_ddp_module, cls._active_ddp_module
+    TorchDDP._active_ddp_module = cls._active_ddp_module = splits  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        TorchDDP._active_ddp_module, cls._active_ddp_module = outer
