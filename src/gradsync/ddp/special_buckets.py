@@ -184,6 +184,8 @@ class SparseBucket(Bucket):
 
     def __init__(self, slot: Slot, packing: Packing) -> None:
         super().__init__([slot], packing, slot.param)
+        # Under mixed precision too: not every low dtype can be added where it is sparse.
+        self.dtype = getattr(slot.param, "_fp_param", slot.param).dtype
         slot.eager = False
         self._gradient: Tensor | None = None
         self._rows: Tensor | None = None  # sorted
@@ -246,7 +248,7 @@ class SparseBucket(Bucket):
     def zero(self) -> None:
         param = self.slots[0].param
         rows = 0 if self._rows is None else len(self._rows)
-        values = torch.zeros((rows, *param.shape[1:]), dtype=param.dtype, device=param.device)
+        values = torch.zeros((rows, *param.shape[1:]), dtype=self.dtype, device=param.device)
         nowhere = torch.empty(0, dtype=torch.int64, device=param.device)
         self._values = values
         self._gradient = self._sparse(nowhere, values[:0])

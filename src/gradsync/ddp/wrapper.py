@@ -27,7 +27,7 @@ from gradsync.ddp.autograd import in_backward, in_distributed_autograd
 from gradsync.ddp.buffers import BufferSync
 from gradsync.ddp.collectives import Broadcaster
 from gradsync.ddp.compile import SplitSize, compiled_for, skip_our_frames, split_size
-from gradsync.ddp.delayed import DelayedReduction, check_delayed
+from gradsync.ddp.delayed import DelayedReduction, all_names, check_delayed
 from gradsync.ddp.features import Features
 from gradsync.ddp.layout import ReducerOptions
 from gradsync.ddp.mixed_precision import Precision, check_config, reduce_dtype
@@ -137,11 +137,9 @@ class DistributedDataParallel(Features):
                 passthrough=passthrough,
             )
             arguments.check_choice("reduce", reduce, ("mean", "sum"))
-            check_delayed(
-                delay_all_reduce_named_params, param_to_hook_all_reduce, list(module.parameters())
-            )
+            check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce, module)
             if mixed_precision is not None:
-                check_config(mixed_precision)
+                check_config(mixed_precision, delays=delay_all_reduce_named_params is not None)
             arguments.warn_of_deprecated(broadcast_buffers, forward_sync_buffers, check_reduction)
             if not isinstance(dim, int):
                 raise ArgumentError(f"dim must be an int, the batch dimension, got {dim!r}.")
@@ -150,9 +148,9 @@ class DistributedDataParallel(Features):
             )
             self.module = module
             self.dim = dim
-            self._delayed: DelayedReduction | None = None
             self._delayed_parameters = list(delay_all_reduce_named_params or ())
-            self.parameters_to_ignore.update(name for name, _ in self._delayed_parameters)
+            self._delay_trigger = param_to_hook_all_reduce
+            self.parameters_to_ignore.update(all_names(self._delayed_parameters, module))
             named = [*self._managed_parameters(), *self._delayed_parameters]
             arguments.check_parameters(named)
             devices = arguments.resolve_devices(named, device_ids, output_device)
@@ -198,14 +196,7 @@ class DistributedDataParallel(Features):
             buffers = self.named_module_buffers
             self._precision = Precision(mixed_precision, module, parameters, buffers)
             self.reducer.on_backward_end = self._precision.leave
-        if param_to_hook_all_reduce is not None:
-            self._delayed = DelayedReduction(
-                self.process_group,
-                [param for _, param in self._delayed_parameters],
-                param_to_hook_all_reduce,
-                mean=self._reduces_to_mean,
-            )
-            weakref.finalize(self, self._delayed.remove)
+        self._delay_reduction()
 
     # ---------------------------------------------------------------- construction
 
@@ -243,6 +234,17 @@ class DistributedDataParallel(Features):
         if self._precision is not None:
             self.reducer.on_backward_end = self._precision.leave
         self._lazy_init_ran = False
+
+    def _delay_reduction(self) -> None:
+        self._delayed: DelayedReduction | None = None
+        if self._delay_trigger is not None:
+            self._delayed = DelayedReduction(
+                self.process_group,
+                [param for _, param in self._delayed_parameters],
+                self._delay_trigger,
+                mean=self._reduces_to_mean,
+            )
+            weakref.finalize(self, self._delayed.remove)
 
     def _verify_same_model(self) -> None:
         verify_same_model(
@@ -302,7 +304,7 @@ class DistributedDataParallel(Features):
                 if self._asks_for_reduction():
                     self.reducer.forward_failed()
                 if self._precision is not None:
-                    self._precision.leave()
+                    self._precision.leave_if_done()
                 raise
             return self._post_forward(output)
 
@@ -339,7 +341,7 @@ class DistributedDataParallel(Features):
                 self.use_side_stream_for_tensor_copies,
             )
             inputs, kwargs = moved_inputs[0], moved_kwargs[0]
-        if self._precision is not None and self._precision.enter():
+        if self._precision is not None and self._precision.enter() and torch.is_grad_enabled():
             self.reducer.watch()
         return self._cast_inputs(inputs, kwargs)
 
@@ -366,10 +368,10 @@ class DistributedDataParallel(Features):
         else:
             self.require_forward_param_sync = False
             self.reducer.disarm()
-        if self._precision is not None and not torch.is_grad_enabled():
-            self._precision.leave()
+        if self._precision is not None:
+            self._precision.after_forward(output)
         if self._delayed is not None:
-            self._delayed.after_forward()
+            self._delayed.after_forward(output)
         return output
 
     def _lazy_init(self) -> None:
@@ -469,6 +471,7 @@ class DistributedDataParallel(Features):
         self._build_reducer()
         for hook, hook_state in self.__dict__.pop("_pickled_hooks"):
             self.reducer.register_hook(hook, hook_state)
+        self._delay_reduction()
 
     def _check_default_group(self) -> None:
         if not dist.is_initialized() or self.process_group != _get_default_group():
@@ -494,8 +497,12 @@ class DistributedDataParallel(Features):
 
         Autograd gives such a parameter a new node, which the old hook is not on.
         """
+        if self._precision is not None:
+            self._precision.leave()
         kinds = [(param.dtype, param.device) for param in self._module_parameters]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self._precision is not None:
+            self._precision.refresh(self.named_module_buffers)
         if kinds != [(param.dtype, param.device) for param in self._module_parameters]:
             before = self.reducer
             self._build_reducer()

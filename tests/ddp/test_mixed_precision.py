@@ -1,0 +1,979 @@
+"""Mixed precision: low in forward and backward, full for whoever looks from outside."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracles import FEATURES, bare, batch, loss_of, no_sync, sgd
+from replicas import assert_equal_on_all_ranks, caught
+from test_steps import AS_IN_ONE_PROCESS
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel.distributed import _MixedPrecision
+from torch.utils.checkpoint import checkpoint
+
+import gradsync
+from gradsync import ArgumentError, MixedPrecision, PeerStepError, StateError
+from gradsync import DistributedDataParallel as DDP
+from gradsync.testing import WorkerPool, count_collectives
+
+pytestmark = pytest.mark.timeout(60)
+
+LIMIT = {"timeout": 40.0, "group_timeout": 15.0}
+LOW = (torch.bfloat16, torch.float16)
+
+# How far a gradient may be from that of float32, as a part of its norm.
+CLOSE = {torch.bfloat16: 4e-2, torch.float16: 6e-3}
+
+
+class Net(nn.Module):
+    """Operations that save a parameter itself for the backward, and one that saves a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(1, 3, 3, padding=1)
+        self.norm = nn.LayerNorm(FEATURES)
+        self.scale = nn.Parameter(torch.full((FEATURES,), 0.9))
+        self.last = nn.Linear(3 * FEATURES, 3)
+        self.register_buffer("offset", torch.full((FEATURES,), 0.25))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.conv(self.norm(x)[:, None]) + self.offset.to(x.dtype))
+        return self.last((x * self.scale).flatten(1))
+
+
+def bf16(**more: torch.dtype) -> MixedPrecision:
+    return MixedPrecision(param_dtype=torch.bfloat16, **more)
+
+
+def seeded(make: Callable[[], nn.Module] = Net) -> nn.Module:
+    torch.manual_seed(3)
+    return make()
+
+
+def low_gradients(
+    weights: dict[str, Tensor], config: MixedPrecision, step: int, world: int
+) -> dict[str, Tensor]:
+    """What the gradients must be, bitwise for two ranks: each rank's in the low dtype, averaged."""
+    total: dict[str, Tensor] = {}
+    reduced_in = config.reduce_dtype or config.param_dtype or torch.float32
+    for rank in range(world):
+        net = Net()
+        net.load_state_dict(weights)
+        net.to(config.param_dtype)
+        if config.buffer_dtype is not None:
+            net.offset = net.offset.to(config.buffer_dtype)
+        loss_of(net(batch(step, rank).to(config.param_dtype))).backward()
+        for name, param in net.named_parameters():
+            assert param.grad is not None
+            part = param.grad.to(reduced_in) * (1 / world)
+            total[name] = part if rank == 0 else total[name] + part
+    return {name: gradient.float() for name, gradient in total.items()}
+
+
+def assert_full(ddp: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    for name, param in bare(ddp).named_parameters():
+        assert param.dtype == dtype, f"{name} is {param.dtype}"
+        assert param.grad is None or param.grad.dtype == dtype, f"{name}.grad is {param.grad}"
+
+
+def assert_close(mine: dict[str, Tensor], its: dict[str, Tensor], limit: float, hint: str) -> None:
+    assert mine.keys() == its.keys(), hint
+    for name, value in its.items():
+        far = (mine[name] - value).norm() / value.norm().clamp(min=1e-3)
+        assert far < limit, f"{hint}: {name} is {far:g} of its norm away"
+
+
+def grads(model: nn.Module) -> dict[str, Tensor]:
+    named = bare(model).named_parameters()
+    return {n: p.grad.to_dense().clone() for n, p in named if p.grad is not None}
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in bare(model).state_dict().items()}
+
+
+def follow_float32(
+    rank: int,
+    world: int,
+    step: Callable[[nn.Module, Tensor, int], None],
+    make: Callable[[], nn.Module] = Net,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    steps: int = 3,
+    set_to_none: bool = True,
+    hint: str = "",
+    before: Callable[[DDP], object] = lambda ddp: None,
+    **options: Any,
+) -> DDP:
+    """Train, and compare each gradient with that of one process in float32 at the same weights."""
+    options.setdefault("mixed_precision", MixedPrecision(dtype, torch.float32))
+    ddp = DDP(seeded(make), **options)
+    before(ddp)
+    optimizer = sgd(ddp.parameters())
+    for index in range(steps):
+        single = make()
+        single.load_state_dict(weights_of(ddp))
+        optimizer.zero_grad(set_to_none=set_to_none)
+        step(ddp, batch(index, rank), index)
+        step(single, torch.cat([batch(index, r) for r in range(world)]), index)
+        where = f"{hint or step.__name__}, step {index}"
+        assert_full(ddp)
+        assert_close(grads(ddp), grads(single), CLOSE[dtype], where)
+        assert_equal_on_all_ranks(grads(ddp).values())
+        optimizer.step()
+    return ddp
+
+
+def plain(model: nn.Module, x: Tensor, _index: int) -> None:
+    loss_of(model(x)).backward()
+
+
+# ------------------------------------------------------------------ dtypes
+
+
+@pytest.mark.parametrize("low", LOW, ids=str)
+def test_gradients_are_those_of_the_low_dtype_averaged_in_the_reduce_dtype(
+    pool: WorkerPool, low: torch.dtype
+) -> None:
+    def run(rank: int, world: int) -> None:
+        kinds = itertools.product((None, low), (None, low, torch.float32), (None, low))
+        for (param, reduce, buffer), views in itertools.product(kinds, (False, True)):
+            config = MixedPrecision(param, reduce, buffer)
+            ddp = DDP(
+                seeded(),
+                mixed_precision=config,
+                gradient_as_bucket_view=views,
+                bucket_cap_mb=0.0002,
+            )
+            assert ddp.module.offset.dtype == (buffer or torch.float32)
+            assert ddp.module.calls.dtype == torch.int64
+            optimizer = sgd(ddp.parameters())
+            for step in range(3):
+                expected = low_gradients(weights_of(ddp), config, step, world)
+                optimizer.zero_grad(set_to_none=step == 2)
+                output = ddp(batch(step, rank))
+                assert output.dtype == (param or torch.float32)
+                loss_of(output).backward()
+                assert_full(ddp)
+                for name, gradient in grads(ddp).items():
+                    where = f"{config}, views {views}, step {step}: {name}"
+                    assert torch.equal(gradient, expected[name]), where
+                optimizer.step()
+            assert ddp.stats().buckets > 1
+            assert_equal_on_all_ranks(ddp.parameters())
+
+    pool.run(run, ranks=2, **LIMIT)
+
+
+def test_the_gradients_travel_in_the_reduce_dtype(pool: WorkerPool) -> None:
+    def run(rank: int, world: int) -> None:
+        for config, expected in (
+            (bf16(), torch.bfloat16),
+            (bf16(reduce_dtype=torch.float32), torch.float32),
+            (bf16(reduce_dtype=torch.float16), torch.float16),
+            (MixedPrecision(reduce_dtype=torch.bfloat16), torch.bfloat16),
+        ):
+            ddp = DDP(seeded(), mixed_precision=config, forward_sync_buffers=False)
+            plain(ddp, batch(0, rank), 0)
+            with count_collectives() as counted:
+                plain(ddp, batch(1, rank), 1)
+            dtypes = {each.dtype for each in counted.log if each.dtype != torch.int64}
+            assert dtypes == {expected}, f"{config}: {counted.log}"
+            size = sum(p.numel() for p in ddp.parameters()) * expected.itemsize
+            assert ddp.stats().bytes == size
+
+    pool.run(run, ranks=2, **LIMIT)
+
+
+def test_three_ranks_train_in_step_with_float32(pool: WorkerPool) -> None:
+    def run(rank: int, world: int) -> None:
+        for dtype in LOW:
+            follow_float32(rank, world, plain, dtype=dtype, steps=5)
+
+    pool.run(run, ranks=3, **LIMIT)
+
+
+def test_inputs_are_cast_wherever_they_are_and_integers_are_not(pool: WorkerPool) -> None:
+    class Reads(nn.Linear):
+        def forward(self, x: Tensor, more: dict[str, Any], *, scale: Tensor) -> Tensor:
+            self.seen = [x.dtype, more["floats"][0].dtype, more["ids"].dtype, scale.dtype]
+            return super().forward(x) * scale
+
+    def run(rank: int, world: int) -> None:
+        for dtype in LOW:
+            ddp = DDP(Reads(2, 2), mixed_precision=MixedPrecision(dtype))
+            more = {"floats": [torch.ones(1)], "ids": torch.ones(1, dtype=torch.int64)}
+            x = torch.ones(1, 2, requires_grad=True)
+            ddp(x, more, scale=torch.ones(1, dtype=torch.float64)).sum().backward()
+            assert ddp.module.seen == [dtype, dtype, torch.int64, dtype]
+            assert x.grad is not None
+            assert x.grad.dtype == torch.float32
+
+    pool.run(run, ranks=1, **LIMIT)
+
+
+def test_batch_norm_keeps_its_buffers_in_their_dtype_and_all_ranks_agree(pool: WorkerPool) -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = nn.Linear(FEATURES, 4), nn.BatchNorm1d(4)
+            self.last = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.norm(self.first(x)))
+
+    def run(rank: int, world: int) -> None:
+        for low in LOW:
+            config = MixedPrecision(low, torch.float32, low)
+            ddp = DDP(seeded(Normed), mixed_precision=config)
+            for step in range(3):
+                ddp.zero_grad()
+                plain(ddp, batch(step, rank), step)
+            assert ddp.module.norm.running_mean.dtype == low
+            assert ddp.module.norm.num_batches_tracked.item() == 3
+            assert ddp.module.norm.running_mean.float().abs().sum() > 0
+            assert_full(ddp)
+            ddp(batch(9, rank))  # takes over the buffers of rank 0 before
+            before = ddp.module.norm.running_mean.clone()
+            ddp.eval()
+            with torch.no_grad():
+                ddp(batch(9, 0))
+            assert_equal_on_all_ranks([ddp.module.norm.running_mean])
+            assert rank == 0 or not torch.equal(ddp.module.norm.running_mean, before)
+            state = ddp.state_dict()
+            assert state["module.norm.running_mean"].dtype == torch.float32
+            assert state["module.norm.num_batches_tracked"].dtype == torch.int64
+        # Torch's own layer has no kernel for the mixture: that is its word, not a wrong result.
+        ddp = DDP(seeded(Normed), mixed_precision=bf16())
+        assert "expected scalar type" in str(caught(lambda: ddp(batch(0, rank)), RuntimeError))
+        assert_full(ddp)
+
+    pool.run(run, ranks=2, **LIMIT)
+
+
+# ------------------------------------------------------------------ ways to make a step
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+def test_every_order_of_forwards_and_backwards_follows_float32(
+    pool: WorkerPool, views: bool
+) -> None:
+    def run(rank: int, world: int) -> None:
+        for way, dtype in itertools.product(AS_IN_ONE_PROCESS, LOW):
+            follow_float32(
+                rank,
+                world,
+                way,
+                dtype=dtype,
+                gradient_as_bucket_view=views,
+                set_to_none=dtype is torch.bfloat16,
+            )
+
+    pool.run(run, ranks=2, **LIMIT)
+
+
+def test_accumulation_without_sync_gathers_in_float32(pool: WorkerPool) -> None:
+    def accumulating(model: nn.Module, x: Tensor, _index: int) -> None:
+        with no_sync(model):
+            loss_of(model(x)).backward()
+            if isinstance(model, DDP):
+                assert_full(model)
+            loss_of(model(x * 2)).backward()
+        loss_of(model(x * 0.5)).backward()
+
+    def run(rank: int, world: int) -> None:
+        for options in (
+            {},
+            {"gradient_as_bucket_view": True},
+            {"static_graph": True},
+            {"find_unused_parameters": True},
+            {"mixed_precision": bf16()},
+        ):
+            for to_none in (False, True):
+                follow_float32(
+                    rank, world, accumulating, set_to_none=to_none, hint=f"{options}", **options
+                )
+
+    pool.run(run, ranks=2, **LIMIT)
+
+
+class Parts(nn.Module):
+    """A shared layer, a frozen one, and two of which each call names one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(FEATURES, FEATURES)
+        self.again = self.stem
+        self.frozen = nn.Linear(FEATURES, FEATURES).requires_grad_(False)
+        self.branch = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(2))
+
+    def forward(self, x: Tensor, *use: int) -> Tensor:
+        x = torch.tanh(self.frozen(self.again(torch.tanh(self.stem(x)))))
+        for index in use:
+            x = x + self.branch[index](x)
+        return x
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+def test_parameters_that_one_rank_leaves_out_get_the_average(pool: WorkerPool, views: bool) -> None:
+    def run(rank: int, world: int) -> None:
+        for config in (bf16(reduce_dtype=torch.float32), bf16(), bf16(reduce_dtype=torch.float16)):
+            ddp = DDP(
+                seeded(Parts),
+                mixed_precision=config,
+                find_unused_parameters=True,
+                gradient_as_bucket_view=views,
+            )
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+            for step in range(4):
+                parts = [Parts() for _ in range(world)]
+                for each in parts:
+                    each.load_state_dict(weights_of(ddp))
+                optimizer.zero_grad(set_to_none=step % 2 == 0)
+                # Branch 1 is used by rank 1 only, and by nobody in the last step.
+                uses = [(0,), (0, 1) if step < 3 else (0,)]
+                loss_of(ddp(batch(step, rank), *uses[rank])).backward()
+                for r, each in enumerate(parts):
+                    loss_of(each(batch(step, r), *uses[r])).backward()
+                assert_full(ddp)
+                for name, param in ddp.module.named_parameters():
+                    singles = [dict(each.named_parameters())[name].grad for each in parts]
+                    there = [g for g in singles if g is not None]
+                    if not there:
+                        assert param.grad is None or not param.grad.any(), name
+                        continue
+                    mean = torch.stack(there).sum(0) / world
+                    assert_close({name: param.grad}, {name: mean}, 4e-2, f"{config}, step {step}")
+                optimizer.step()
+            assert_equal_on_all_ranks(ddp.parameters())
+
+    pool.run(run, ranks=2, **LIMIT)
+
+
+def test_frozen_and_shared_parameters_and_a_static_graph(pool: WorkerPool) -> None:
+    def use_both(model: nn.Module, x: Tensor, _index: int) -> None:
+        loss_of(model(x, 0, 1)).backward()
+
+    def run(rank: int, world: int) -> None:
+        for dtype, views, static in itertools.product(LOW, (False, True), (False, True)):
+            ddp = follow_float32(
+                rank,
+                world,
+                use_both,
+                Parts,
+                dtype=dtype,
+                gradient_as_bucket_view=views,
+                static_graph=static,
+            )
+            frozen = ddp.module.frozen.weight
+            assert frozen.grad is None
+            assert frozen.dtype == torch.float32
+            assert torch.equal(frozen, seeded(Parts).frozen.weight)
+            # Unfreezing rebuilds the reducer between two steps.
+            ddp.module.frozen.requires_grad_(True)
+            ddp.zero_grad()
+            if not static:
+                use_both(ddp, batch(5, rank), 5)
+                assert frozen.grad is not None
+                assert_full(ddp)
+                assert_equal_on_all_ranks(grads(ddp).values())
+
+    pool.run(run, ranks=2, **LIMIT)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4, sparse=True)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, ids: Tensor, embed: bool = True) -> Tensor:
+        return self.last(self.embedding(ids) if embed else self.last.weight.repeat(2, 1))
+
+
+@pytest.mark.parametrize("low", LOW, ids=str)
+def test_sparse_gradients_are_averaged_and_full(pool: WorkerPool, low: torch.dtype) -> None:
+    def run(rank: int, world: int) -> None:
+        for reduce in (None, torch.float32):
+            for lacking in (False, True):
+                config = MixedPrecision(low, reduce)
+                ddp = DDP(seeded(Words), mixed_precision=config, find_unused_parameters=lacking)
+                for step in range(2):
+                    ddp.zero_grad()
+                    ids = [torch.tensor([1, 3, r + 5]) for r in range(world)]
+                    loss_of(ddp(ids[rank], not (lacking and rank == 0))).backward()
+                    singles = []
+                    for r in range(world):
+                        single = Words()
+                        single.load_state_dict(weights_of(ddp))
+                        loss_of(single(ids[r], not (lacking and r == 0))).backward()
+                        singles.append(single)
+                    assert_full(ddp)
+                    gradient = ddp.module.embedding.weight.grad
+                    assert gradient is not None
+                    assert gradient.is_sparse
+                    there = [s.embedding.weight.grad for s in singles]
+                    mean = sum(g.to_dense() for g in there if g is not None) / world
+                    assert_close(
+                        {"embedding": gradient.to_dense()}, {"embedding": mean}, 4e-2, f"{step}"
+                    )
+                    assert_equal_on_all_ranks([gradient])
+
+    pool.run(run, ranks=2, **LIMIT)
+
+
+def test_ignored_parameters_and_buffers_stay_as_they_are(pool: WorkerPool) -> None:
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(FEATURES, 2)
+            self.own = nn.Parameter(torch.ones(2))
+            self.register_buffer("mine", torch.ones(2))
+            self.register_buffer("common", torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = (self.own.dtype, self.mine.dtype, self.first.weight.dtype)
+            return self.first(x) * self.own
+
+    def run(rank: int, world: int) -> None:
+        module = seeded(Part)
+        DDP._set_params_and_buffers_to_ignore_for_model(module, ["own", "mine"])
+        low = torch.bfloat16
+        ddp = DDP(module, mixed_precision=MixedPrecision(low, low, low))
+        for step in range(2):
+            ddp.zero_grad()
+            plain(ddp, batch(step, rank), step)
+            assert module.seen == (torch.float32, torch.float32, low)
+            assert_full(ddp)
+            assert_equal_on_all_ranks([module.first.weight.grad])
+            others = [torch.empty(2) for _ in range(world)]
+            dist.all_gather(others, module.own.grad)
+            assert not torch.equal(*others), "it was reduced"
+        assert module.common.dtype == low
+        assert module.mine.dtype == torch.float32
+
+    pool.run(run, ranks=2, **LIMIT)
+
+
+def test_evaluation_leaves_full_parameters_behind_and_needs_no_collective(
+    pool: WorkerPool,
+) -> None:
+    def run(rank: int, world: int) -> None:
+        ddp = DDP(seeded(), mixed_precision=bf16(), forward_sync_buffers=False)
+        plain(ddp, batch(0, rank), 0)
+        before = weights_of(ddp)
+        ddp.eval()
+        with count_collectives() as counted:
+            for context in (torch.no_grad, torch.inference_mode):
+                with context():
+                    assert ddp(batch(1, rank)).dtype == torch.bfloat16
+                assert_full(ddp)
+        assert counted.total == 0
+        ddp(batch(1, rank))  # gradients are on, and nobody asks for them
+        assert_full(ddp)
+        for name, value in weights_of(ddp).items():
+            assert torch.equal(value, before[name]), name
+        ddp.train()
+        ddp.zero_grad()
+        expected = low_gradients(before, bf16(), 2, world)
+        plain(ddp, batch(2, rank), 2)
+        for name, gradient in grads(ddp).items():
+            assert torch.equal(gradient, expected[name]), name
+
+    pool.run(run, ranks=2, **LIMIT)
+
+
+def test_an_optimizer_step_after_a_forward_without_backward_is_not_lost(pool: WorkerPool) -> None:
+    def run(rank: int, world: int) -> None:
+        ddp = DDP(seeded(), mixed_precision=bf16())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        plain(ddp, batch(0, rank), 0)
+        before = weights_of(ddp)
+        ddp(batch(1, rank))  # its output is dropped
+        optimizer.step()
+        for name, param in ddp.module.named_parameters():
+            assert torch.equal(param, before[name].add(param.grad, alpha=-0.1)), name
+        # With the output alive, a backward may follow, so the parameters are low: that is told.
+        for goes_back in (False, True):
+            output = ddp(batch(1, rank))
+            optimizer.step()
+            if goes_back:
+                error = caught(loss_of(output).backward, RuntimeError)
+                assert "modified by an inplace operation" in str(error)
+                assert_full(ddp)
+            error = caught(lambda: ddp(batch(2, rank)), StateError)
+            assert "mixed_precision" in str(error)
+            assert "no_grad" in str(error)
+            assert_full(ddp)
+        ddp.zero_grad()
+        expected = low_gradients(weights_of(ddp), bf16(), 3, world)
+        plain(ddp, batch(3, rank), 3)
+        for name, gradient in grads(ddp).items():
+            assert torch.equal(gradient, expected[name]), name
+
+    pool.run(run, ranks=2, **LIMIT)
+
+
+def test_a_backward_through_an_outdated_graph_is_refused_on_all_ranks(pool: WorkerPool) -> None:
+    def run(rank: int, world: int) -> None:
+        ddp = DDP(seeded(), mixed_precision=bf16())
+        first = loss_of(ddp(batch(0, rank)))
+        first.backward(retain_graph=True)
+        second = loss_of(ddp(batch(1, rank)))
+        error = caught(first.backward, StateError)
+        assert "mixed_precision" in str(error)
+        del first, second, error
+        ddp.zero_grad()
+        expected = low_gradients(weights_of(ddp), bf16(), 2, world)
+        plain(ddp, batch(2, rank), 2)
+        for name, gradient in grads(ddp).items():
+            assert torch.equal(gradient, expected[name]), name
+
+    pool.run(run, ranks=2, **LIMIT)
+
+
+# ------------------------------------------------------------------ failures
+
+
+def test_a_forward_that_raises_leaves_full_parameters_and_training_goes_on(
+    pool: WorkerPool,
+) -> None:
+    class Fails(Net):
+        fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            output = super().forward(x)
+            if self.fails:
+                raise ZeroDivisionError
+            return output
+
+    def run(rank: int, world: int) -> None:
+        ddp = DDP(seeded(Fails), mixed_precision=bf16(reduce_dtype=torch.float32))
+        for step in range(3):
+            ddp.zero_grad()
+            pending = loss_of(ddp(batch(step, rank)))
+            ddp.module.fails = True
+            caught(lambda step=step: ddp(batch(step + 7, rank)), ZeroDivisionError)
+            ddp.module.fails = False
+            if step == 2:
+                pending = pending + loss_of(ddp(batch(step, rank)))
+            expected = low_gradients(
+                weights_of(ddp),
+                bf16(reduce_dtype=torch.float32),
+                step,
+                world,
+            )
+            pending.backward()
+            assert_full(ddp)
+            twice = 2 if step == 2 else 1
+            assert_close(
+                grads(ddp), {n: g * twice for n, g in expected.items()}, 2e-2, f"step {step}"
+            )
+        ddp.module.fails = True
+        caught(lambda: ddp(batch(0, rank)), ZeroDivisionError)
+        assert_full(ddp)
+
+    pool.run(run, ranks=2, **LIMIT)
+
+
+class Bad(torch.autograd.Function):
+    """Its backward raises if it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if ctx.fails:
+            raise ZeroDivisionError
+        return gradient, None
+
+
+def test_a_backward_that_raises_leaves_full_parameters_and_training_goes_on(
+    pool: WorkerPool,
+) -> None:
+    class Middle(Net):
+        fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.conv(Bad.apply(self.norm(x), self.fails)[:, None]))
+            return self.last((x * self.scale).flatten(1))
+
+    def run(rank: int, world: int) -> None:
+        for views in (False, True):
+            ddp = DDP(
+                seeded(Middle),
+                mixed_precision=bf16(reduce_dtype=torch.float32),
+                gradient_as_bucket_view=views,
+            )
+            for step in range(4):
+                ddp.zero_grad()
+                ddp.module.fails = rank == 1 and step in (0, 2)
+                loss = loss_of(ddp(batch(step, rank)))
+                if step in (0, 2):
+                    caught(loss.backward, ZeroDivisionError if rank == 1 else PeerStepError)
+                    assert_full(ddp)
+                    continue
+                loss.backward()
+                assert_full(ddp)
+                assert len(grads(ddp)) == 7
+                assert_equal_on_all_ranks(grads(ddp).values())
+            with ddp.no_sync():
+                ddp.module.fails = True
+                caught(loss_of(ddp(batch(9, rank))).backward, ZeroDivisionError)
+            assert_full(ddp)
+
+    pool.run(run, ranks=2, **LIMIT)
+
+
+# ------------------------------------------------------------------ together with others
+
+
+class Recomputed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.inner = Net()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, self.first(x), use_reentrant=self.reentrant)
+
+
+def recompute_with_reentry() -> nn.Module:
+    return Recomputed(True)
+
+
+def recompute() -> nn.Module:
+    return Recomputed(False)
+
+
+def test_checkpoints_are_recomputed_in_the_low_dtype(pool: WorkerPool) -> None:
+    def over_all(model: nn.Module, x: Tensor, index: int) -> None:
+        """The whole wrapper is checkpointed."""
+        x = x.clone().requires_grad_()
+        loss_of(checkpoint(model, x, use_reentrant=index % 2 == 0)).backward()
+
+    def run(rank: int, world: int) -> None:
+        for views, make in itertools.product((False, True), (recompute, recompute_with_reentry)):
+            for static in (False, True):
+                follow_float32(
+                    rank,
+                    world,
+                    plain,
+                    make,
+                    gradient_as_bucket_view=views,
+                    static_graph=static,
+                    hint=f"{make.__name__} {views} {static}",
+                )
+        follow_float32(rank, world, over_all)
+
+    pool.run(run, ranks=2, **LIMIT)
+
+
+def test_a_hook_sees_the_reduce_dtype(pool: WorkerPool) -> None:
+    def run(rank: int, world: int) -> None:
+        seen = []
+
+        def hook(state, bucket):
+            seen.append(bucket.buffer().dtype)
+            return allreduce_hook(dist.group.WORLD, bucket)
+
+        for views, reduce in itertools.product((False, True), (torch.float32, torch.bfloat16)):
+            seen.clear()
+            follow_float32(
+                rank,
+                world,
+                plain,
+                mixed_precision=bf16(reduce_dtype=reduce),
+                gradient_as_bucket_view=views,
+                before=lambda ddp: ddp.register_comm_hook(None, hook),
+            )
+            assert set(seen) == {reduce}
+        for ours in (gradsync.hooks.BF16, gradsync.hooks.FP16):
+            follow_float32(
+                rank,
+                world,
+                plain,
+                before=lambda ddp, ours=ours: ddp.register_comm_hook(None, ours()),
+            )
+
+    pool.run(run, ranks=2, **LIMIT)
+
+
+def test_optimizers_in_backward_step_the_full_parameters(pool: WorkerPool) -> None:
+    def run(rank: int, world: int) -> None:
+        for options in (
+            {},
+            {"gradient_as_bucket_view": True},
+            {"static_graph": True},
+            {"find_unused_parameters": True},
+        ):
+            made = [
+                DDP(
+                    seeded(),
+                    mixed_precision=bf16(reduce_dtype=torch.float32),
+                    bucket_cap_mb=0.0002,
+                    **options,
+                )
+                for _ in range(2)
+            ]
+            mine, plain_one = made
+            mine.optimize_in_backward(torch.optim.Adam, lr=0.01)
+            optimizer = torch.optim.Adam(plain_one.parameters(), lr=0.01)
+            for step in range(4):
+                plain(mine, batch(step, rank), step)
+                optimizer.zero_grad()
+                plain(plain_one, batch(step, rank), step)
+                optimizer.step()
+                assert_full(mine)
+                assert not grads(mine)
+                for name, value in weights_of(plain_one).items():
+                    assert torch.equal(value, weights_of(mine)[name]), f"{options}: {name}"
+
+    pool.run(run, ranks=2, **LIMIT)
+
+
+def test_uneven_inputs_join(pool: WorkerPool) -> None:
+    def run(rank: int, world: int) -> None:
+        for make, inputs in ((Net, batch(0, rank)), (Words, torch.tensor([1, rank]))):
+            ddp = DDP(seeded(make), mixed_precision=bf16(reduce_dtype=torch.float32))
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+            with ddp.join():
+                for _ in range(2 + 2 * rank):
+                    optimizer.zero_grad()
+                    loss_of(ddp(inputs)).backward()
+                    assert_full(ddp)
+                    optimizer.step()
+            assert_full(ddp)
+            assert_equal_on_all_ranks(ddp.parameters())
+            assert not torch.equal(ddp.module.last.weight, seeded(make).last.weight)
+
+    pool.run(run, ranks=2, **LIMIT)
+
+
+def test_explicit_synchronisation_and_sums(pool: WorkerPool) -> None:
+    def run(rank: int, world: int) -> None:
+        config = bf16(reduce_dtype=torch.float32)
+        for reduce in ("mean", "sum"):
+            ddp = DDP(seeded(), mixed_precision=config, reduce=reduce)
+            expected = low_gradients(weights_of(ddp), config, 0, world)
+            with ddp.no_sync():
+                plain(ddp, batch(0, rank), 0)
+            ddp.sync_grads()
+            assert_full(ddp)
+            times = 1 if reduce == "mean" else world
+            for name, gradient in grads(ddp).items():
+                assert torch.equal(gradient, expected[name] * times), name
+
+    pool.run(run, ranks=2, **LIMIT)
+
+
+# ------------------------------------------------------------------ state
+
+
+def test_state_is_full_at_any_time_and_loads_back(pool: WorkerPool) -> None:
+    def run(rank: int, world: int) -> None:
+        low = torch.bfloat16
+        config = MixedPrecision(low, torch.float32, low)
+        for options in ({}, {"plain_state_dict": True}):
+            ddp = DDP(seeded(), mixed_precision=config, **options)
+            prefix = "" if options else "module."
+            before = copy.deepcopy(ddp.state_dict())
+            expected = low_gradients(weights_of(ddp), config, 0, world)
+            output = ddp(batch(0, rank))
+            between = ddp.state_dict()
+            inner = ddp.module.state_dict()
+            assert between.keys() == before.keys()
+            for name, value in between.items():
+                assert value.dtype == (torch.int64 if "calls" in name else torch.float32), name
+                assert torch.equal(value, before[name]), name
+                assert torch.equal(value, inner[name.removeprefix(prefix)]), name
+            loss_of(output).backward()  # through the convolution, after the state was taken
+            for name, gradient in grads(ddp).items():
+                assert torch.equal(gradient, expected[name]), name
+
+            # The state holds the parameters themselves, as it does without mixed precision.
+            torch.optim.SGD(ddp.parameters(), lr=0.1).step()
+            assert torch.equal(between[f"{prefix}scale"], ddp.module.scale)
+            changed = weights_of(ddp)
+
+            # Loading counts too while a forward waits for its backward.
+            output = ddp(batch(1, rank))
+            ddp.load_state_dict(before)
+            assert_full(ddp)
+            error = caught(loss_of(output).backward, RuntimeError)  # as in one process
+            assert "modified by an inplace operation" in str(error)
+            assert_full(ddp)
+            for name, value in weights_of(ddp).items():
+                assert torch.equal(value, before[prefix + name]), name
+            assert any(not torch.equal(changed[n], before[prefix + n]) for n in changed)
+            assert ddp.module.offset.dtype == low
+
+    pool.run(run, ranks=2, **LIMIT)
+
+
+def test_the_optimizer_finds_full_parameters_and_gradients(pool: WorkerPool) -> None:
+    class Looks(torch.optim.Adam):
+        def step(self, closure: None = None) -> None:
+            for param in self.param_groups[0]["params"]:
+                assert param.dtype == param.grad.dtype == torch.float32
+            super().step(closure)
+            for state in self.state.values():
+                assert state["exp_avg"].dtype == torch.float32
+
+    def run(rank: int, world: int) -> None:
+        for low, views in itertools.product(LOW, (False, True)):
+            config = MixedPrecision(low, low, low)
+            ddp = DDP(seeded(), mixed_precision=config, gradient_as_bucket_view=views)
+            optimizer = Looks(ddp.parameters(), lr=1e-4)
+            start = weights_of(ddp)
+            for step in range(3):
+                optimizer.zero_grad()
+                plain(ddp, batch(step, rank), step)
+                optimizer.step()
+            # Steps too small for bfloat16 are not lost.
+            moved = (ddp.module.scale - start["scale"]).abs()
+            assert moved.max() > 0
+            assert torch.equal(start["scale"].bfloat16(), ddp.module.scale.detach().bfloat16()), (
+                "the steps are visible in bfloat16 as well: take a smaller lr"
+            )
+
+    pool.run(run, ranks=2, **LIMIT)
+
+
+def test_a_wrapper_can_be_pickled_and_copied(pool: WorkerPool) -> None:
+    def make() -> nn.Module:  # of classes that a worker can import
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.LayerNorm(4))
+
+    def run(rank: int, world: int) -> None:
+        low = torch.bfloat16
+        config = MixedPrecision(low, torch.float32, low)
+        ddp = DDP(make(), mixed_precision=config)
+        plain(ddp, batch(0, rank), 0)
+        ddp.zero_grad()
+        stored = io.BytesIO()
+        torch.save(ddp, stored)
+        stored.seek(0)
+        loaded = torch.load(stored, weights_only=False)
+        assert loaded.mixed_precision == config
+        for each in (loaded, ddp):
+            plain(each, batch(1, rank), 1)
+            assert_full(each)
+            assert_equal_on_all_ranks(grads(each).values())
+            assert each.module[1].running_mean.dtype == low
+            assert each.state_dict()["module.1.running_mean"].dtype == torch.float32
+        for name, gradient in grads(ddp).items():
+            assert torch.equal(gradient, grads(loaded)[name]), name
+
+        before = weights_of(ddp)
+        twin = copy.deepcopy(ddp.module)
+        output = ddp(batch(2, rank))
+        assert_full(twin)
+        loss_of(output).backward()
+        torch.optim.SGD(ddp.parameters(), lr=1.0).step()
+        for name, value in twin.state_dict().items():
+            assert value.dtype == before[name].dtype, name
+            assert torch.equal(value, before[name]), name
+
+    pool.run(run, ranks=2, **LIMIT)
+
+
+def test_the_full_dtype_can_change_later(pool: WorkerPool) -> None:
+    def run(rank: int, world: int) -> None:
+        low = torch.bfloat16
+        ddp = DDP(seeded(), mixed_precision=MixedPrecision(low, torch.float32, low))
+        plain(ddp, batch(0, rank), 0)
+        ddp.zero_grad()
+        pending = ddp(batch(0, rank))
+        ddp.to(torch.float64)
+        assert_full(ddp, torch.float64)
+        assert ddp.module.offset.dtype == low
+        del pending
+        for step in range(2):
+            ddp.zero_grad()
+            output = ddp(batch(step, rank))
+            assert output.dtype == low
+            loss_of(output).backward()
+            assert_full(ddp, torch.float64)
+            assert_equal_on_all_ranks(grads(ddp).values())
+        ddp.to(torch.float32).to(torch.float64)
+        ddp.sync_grads()
+        assert_full(ddp, torch.float64)
+        for name, value in ddp.state_dict().items():
+            assert value.dtype == (torch.int64 if "calls" in name else torch.float64), name
+
+    pool.run(run, ranks=2, **LIMIT)
+
+
+# ------------------------------------------------------------------ configuration
+
+
+@contextmanager
+def refused(*words: str) -> Iterator[None]:
+    with pytest.raises(ArgumentError) as error:
+        yield
+    for word in ("mixed_precision", *words):
+        assert word in str(error.value), f"{word!r} is not in {error.value}"
+
+
+def test_a_config_that_cannot_be_is_refused_by_name(pool: WorkerPool) -> None:
+    def run(rank: int, world: int) -> None:
+        def wrap(config: object, **more: Any) -> None:
+            DDP(nn.Linear(2, 2), mixed_precision=config, **more)
+
+        for config in (True, "bf16", torch.bfloat16, object(), {"param_dtype": torch.bfloat16}):
+            with refused("param_dtype", "MixedPrecision"):
+                wrap(config)
+        with refused("param_dtype", "torch.int32"):
+            wrap(MixedPrecision(torch.int32))
+        with refused("reduce_dtype", "bf16"):
+            wrap(MixedPrecision(torch.bfloat16, reduce_dtype="bf16"))
+        with refused("buffer_dtype", "torch.complex64"):
+            wrap(MixedPrecision(buffer_dtype=torch.complex64))
+        with pytest.raises(TypeError):
+            MixedPrecision(dtype=torch.bfloat16)
+        module = nn.Linear(2, 2)
+        with refused("delay_all_reduce_named_params"):
+            DDP(
+                module,
+                mixed_precision=MixedPrecision(torch.bfloat16),
+                delay_all_reduce_named_params=[("weight", module.weight)],
+                param_to_hook_all_reduce=module.bias,
+            )
+
+    pool.run(run, ranks=1, **LIMIT)
+
+
+def test_ranks_with_different_configs_are_told(pool: WorkerPool) -> None:
+    def run(rank: int, world: int) -> str:
+        config = bf16(reduce_dtype=(torch.float32, torch.bfloat16)[rank])
+        return str(caught(lambda: DDP(nn.Linear(2, 2), mixed_precision=config)))
+
+    for message in pool.run(run, ranks=2, **LIMIT):
+        assert "mixed_precision" in message
+
+
+def test_torchs_config_is_accepted(pool: WorkerPool) -> None:
+    def run(rank: int, world: int) -> None:
+        low = torch.float16
+        ddp = DDP(seeded(), mixed_precision=_MixedPrecision(low, torch.float32, low))
+        expected = low_gradients(weights_of(ddp), MixedPrecision(low, torch.float32, low), 0, world)
+        plain(ddp, batch(0, rank), 0)
+        for name, gradient in grads(ddp).items():
+            assert torch.equal(gradient, expected[name]), name
+
+    pool.run(run, ranks=2, **LIMIT)
