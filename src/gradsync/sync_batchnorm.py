@@ -17,7 +17,7 @@ that never gets to the layer: its peers wait for the time-out of the group.
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -253,30 +253,32 @@ def local_moments(input: Tensor) -> tuple[Tensor, Tensor]:
     # lie side by side: then sums by hand take a third of its time. Else it is the faster one.
     by_kernel = input.is_cpu and (input.stride(1) == 1 or input.dtype.itemsize == 2)
     blocks = input.split(max(1, _BLOCK * input.size(0) // input.numel()))
-    parts = [_moments_by_kernel(b) if by_kernel else _moments_by_hand(b) for b in blocks]
-    if len(parts) == 1:
-        return parts[0]
-    means, m2s = (torch.stack(each) for each in zip(*parts, strict=True))
-    counts = [float(block.numel() // block.size(1)) for block in blocks]
-    return combine_moments(means.new_tensor(counts), means, m2s)
+    sizes = [float(block.numel() // block.size(1)) for block in blocks]
+    counts = torch.tensor(sizes, dtype=torch.float64, device=input.device)
+    moments = _moments_by_kernel if by_kernel else _moments_by_hand
+    means, m2s = moments(blocks, counts.unsqueeze(1))
+    return combine_moments(counts, means, m2s) if len(blocks) > 1 else (means[0], m2s[0])
 
 
-def _moments_by_kernel(input: Tensor) -> tuple[Tensor, Tensor]:
+def _moments_by_kernel(blocks: Sequence[Tensor], counts: Tensor) -> tuple[Tensor, Tensor]:
     # Without running statistics, those of 16-bit inputs would come out in 16 bits.
-    unused = torch.zeros(2, input.size(1), dtype=_working_dtype(input))
-    mean, variance = torch.batch_norm_update_stats(input, unused[0], unused[1], 0.0)
-    return mean.double(), variance.double() * (input.numel() // input.size(1))
+    unused = torch.zeros(blocks[0].size(1), dtype=_working_dtype(blocks[0]))
+    found = [torch.batch_norm_update_stats(block, unused, unused, 0.0) for block in blocks]
+    means, variances = (torch.stack(each).double() for each in zip(*found, strict=True))
+    return means, variances * counts
 
 
-def _moments_by_hand(input: Tensor) -> tuple[Tensor, Tensor]:
-    dims, shape = _layout(input)
-    count = input.numel() // input.size(1)
-    near = input.mean(dims, dtype=_working_dtype(input))
-    deviations = input - near.view(shape)
+def _moments_by_hand(blocks: Sequence[Tensor], counts: Tensor) -> tuple[Tensor, Tensor]:
+    dims, shape = _layout(blocks[0])
+    found = []
+    for block in blocks:
+        near = block.mean(dims, dtype=_working_dtype(block))
+        deviations = block - near.view(shape)
+        found.append((near, deviations.sum(dims), deviations.square_().sum(dims)))
+    nears, excesses, squares = (torch.stack(each).double() for each in zip(*found, strict=True))
     # The deviations are from a rounded mean, and know by how much it was rounded.
-    excess = deviations.sum(dims).double()
-    m2 = deviations.square_().sum(dims).double() - excess.square() / count
-    return near.double() + excess / count, m2.clamp_(min=0)
+    excesses /= counts
+    return nears + excesses, (squares - excesses.square() * counts).clamp_(min=0)
 
 
 class _Peers:
@@ -340,9 +342,9 @@ class _Normalise(torch.autograd.Function):
                 mean_grad, mean_product = (sums / max(ctx.peers.total, 1)).chunk(2)
                 inverse = (variance + ctx.eps).rsqrt_()
                 scale = inverse if weight is None else inverse * weight
-                slope = -scale * inverse * mean_product
-                shift = -scale * mean_grad - slope * mean
-                grad_input = _combine(input, slope, grad, scale, shift)
+                slope = scale * inverse * mean_product
+                shift = slope * mean - scale * mean_grad
+                grad_input = _affine(grad, scale, input, -slope, shift)
         return (
             grad_input,
             sum_product.to(weight.dtype) if wants_weight else None,
@@ -368,12 +370,13 @@ def _sums(
     return sum_grad.double(), sum_product.double()
 
 
-def _combine(a: Tensor, by: Tensor, b: Tensor, times: Tensor, plus: Tensor) -> Tensor:
-    """``a * by + b * times + plus``, the factors by feature."""
-    _, shape = _layout(a)
-    dtype = _working_dtype(a)
-    by, times, plus = (each.to(dtype).view(shape) for each in (by, times, plus))
-    return torch.addcmul(plus, a, by).addcmul_(b, times).to(a.dtype)
+def _affine(a: Tensor, a_times: Tensor, b: Tensor, b_times: Tensor, plus: Tensor) -> Tensor:
+    """``a * a_times + b * b_times + plus``, the last of each by feature."""
+    dtype = _working_dtype(b)
+    _, shape = _layout(b)
+    by_feature = torch.stack((a_times, b_times, plus)).to(dtype).view(3, *shape)
+    a_times, b_times, plus = by_feature.unbind()
+    return torch.addcmul(plus, b, b_times).addcmul_(a, a_times).to(b.dtype)
 
 
 def _check_heads(group: dist.ProcessGroup, heads: list[list[float]], input: Tensor) -> None:
@@ -455,4 +458,4 @@ def _layout(input: Tensor) -> tuple[list[int], list[int]]:
 
 
 def _working_dtype(input: Tensor) -> torch.dtype:
-    return torch.promote_types(input.dtype, torch.float32)
+    return torch.float32 if input.dtype.itemsize < 4 else input.dtype
