@@ -125,10 +125,11 @@ class DelayedReduction:
     def _end(self) -> None:
         due, self._is_due, self._sees_end = self._is_due, False, False
         if due:
-            with torch.no_grad():
-                self._reduce()
+            self.reduce()
 
-    def _reduce(self) -> None:
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Reduce what has gathered."""
         for param, view in self._views.items():
             if param.grad is None:
                 view.zero_()
@@ -141,5 +142,7 @@ class DelayedReduction:
         for work in works:
             wait(work, self._group, lambda: "the delayed all-reduce")
         for param, view in self._views.items():
-            if param.grad is not None and param.grad is not view:
+            if param.grad is None:
+                param.grad = view
+            elif param.grad is not view:
                 param.grad.copy_(view)

@@ -3,18 +3,22 @@
 Each method here hands over to the file of its feature.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from gradsync.ddp import overlap_optim
+from gradsync.ddp.autograd import in_backward
 from gradsync.ddp.buffers import BufferHook
 from gradsync.ddp.comm_hook import CommHook, Hook, builtin_hook, check_hook
+from gradsync.ddp.delayed import DelayedReduction
 from gradsync.ddp.join import DDPJoinHook
 from gradsync.ddp.surface import TorchSurface
 from gradsync.ddp.traced import TracedReduction
@@ -33,6 +37,7 @@ class Features(TorchSurface, Joinable):
     _divide_by_initial_world_size: bool
     _plain_state_dict: bool
     _passthrough: bool
+    _delayed: DelayedReduction | None
 
     # ---------------------------------------------------------------- hooks
 
@@ -173,7 +178,14 @@ class Features(TorchSurface, Joinable):
         >>> ddp.module.bias.grad
         tensor([8., 8.])
         """
+        if in_backward():
+            raise StateError(
+                "sync_grads() was called inside a backward, where gradients are still to come: "
+                "call it when backward() has returned."
+            )
         self.reducer.reduce_now()
+        if self._delayed is not None:
+            self._delayed.reduce()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's state; names begin with ``module.`` unless ``plain_state_dict``.
@@ -183,8 +195,9 @@ class Features(TorchSurface, Joinable):
         >>> list(gradsync.DistributedDataParallel(module, plain_state_dict=True).state_dict())
         ['weight', 'bias']
         """
-        if self._plain_state_dict:
-            return self.module.state_dict(*args, **kwargs)
+        # As part of a larger module the names stay torch's: it loads by them.
+        if self._plain_state_dict and not args and kwargs.get("destination") is None:
+            return self.module.state_dict(**kwargs)
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -197,9 +210,9 @@ class Features(TorchSurface, Joinable):
         """
         if not self._plain_state_dict:
             return super().load_state_dict(state_dict, *args, **kwargs)
-        own = set(self.module.state_dict())
-        if not own & set(state_dict):
-            state_dict = {name.removeprefix("module."): v for name, v in state_dict.items()}
+        if not set(self.module.state_dict()) & set(state_dict):
+            state_dict = copy.copy(state_dict)  # with its metadata
+            consume_prefix_in_state_dict_if_present(state_dict, "module.")  # type: ignore[arg-type]
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -238,7 +251,9 @@ class Features(TorchSurface, Joinable):
                 f"optimizer must be a class of torch.optim, got {optimizer!r}: it is made here, "
                 "once for each parameter."
             )
-        chosen = [slot.param for slot in self.reducer.slots] if parameters is None else parameters
+        trained = [slot.param for slot in self.reducer.slots]
+        chosen = trained if parameters is None else list(parameters)
+        overlap_optim.check(chosen, trained)
         overlap_optim.mark(optimizer, chosen, arguments)
         self._setup_in_backward_optimizers()
 

@@ -13,6 +13,24 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from gradsync.ddp.bucket import Slot
+from gradsync.errors import ArgumentError
+
+
+def check(chosen: Sequence[object], trained: Sequence[Parameter]) -> None:
+    """Raise ``ArgumentError`` for parameters that would never be stepped, or twice."""
+    known = {id(param) for param in trained}
+    strangers = sum(id(param) not in known for param in chosen)
+    if strangers or not chosen:
+        raise ArgumentError(
+            f"parameters: {strangers} of the {len(chosen)} given are none that this "
+            "DistributedDataParallel reduces. Pass some of ddp.parameters() that are neither "
+            "frozen nor ignored, or leave it out for all."
+        )
+    if any(hasattr(param, "_in_backward_optimizers") for param in chosen):
+        raise ArgumentError(
+            "parameters: some are stepped in the backward by an optimizer already. Change that "
+            "one's param_groups in place of adding a second."
+        )
 
 
 def mark(
