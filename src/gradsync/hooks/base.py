@@ -58,6 +58,7 @@ class Hook(ABC):
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self._group = process_group
         self._second_rounds: list[_Flight] = []
+        self._scratch: dict[tuple[int, str], Tensor] = {}
         # register_comm_hook reads these of what it takes to be a function.
         self.__name__ = self.__qualname__ = type(self).__qualname__
 
@@ -86,6 +87,19 @@ class Hook(ABC):
 
     def end_step(self) -> None:  # noqa: B027 (most hooks have nothing to do)
         """Every bucket of a step has been started."""
+
+    def scratch(
+        self, bucket: GradBucket, role: str, size: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """A flat tensor of any content, the same one in each step.
+
+        Memory that is taken and given back in every step costs a page fault every 4 kB.
+        """
+        kept = self._scratch.get((bucket.index(), role))
+        if kept is None or (kept.numel(), kept.dtype, kept.device) != (size, dtype, device):
+            kept = torch.empty(size, dtype=dtype, device=device)
+            self._scratch[bucket.index(), role] = kept
+        return kept
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank needs, with weights and optimizer, to go on as if never interrupted.

@@ -30,7 +30,11 @@ class _Cast(Hook):
         """See `Hook.reduce`."""
         world = group.size()
         if world == 2:
-            parts, work = wire.share(group, buffer.to(self.dtype))
+            mine, theirs = (
+                self.scratch(bucket, role, buffer.numel(), self.dtype, buffer.device)
+                for role in ("mine", "theirs")
+            )
+            parts, work = wire.share(group, mine.copy_(buffer), theirs)
             yield Round(work, last=True)
             _mean(parts, buffer)
             return

@@ -8,7 +8,7 @@ to one rank only, which adds it to its own residual, times the number of ranks: 
 makes up for it, and there is no second set of residuals.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import GradBucket
 from gradsync.errors import ArgumentError
 from gradsync.hooks import wire
 from gradsync.hooks.base import Hook, Round, Rounds, compute_dtype
-from gradsync.hooks.memory import Owner, ParameterMemory, PerBucket, places_of
+from gradsync.hooks.memory import Owner, ParameterMemory, PerBucket, Roster, places_of
 
 _LARGEST = 127
 # Elements that are quantised at a time, so that intermediate results stay in the cache:
@@ -51,49 +51,62 @@ class Int8(Hook):
                 f"block must be a multiple of 8, at least 8 and at most {_CHUNK}, not {block}"
             )
         self.block = block
-        self._plans: PerBucket[_Plan] = PerBucket()
-        self._residuals = ParameterMemory()
+        self._roster = Roster()
+        self._plans: PerBucket[_Plan] = PerBucket(self._roster)
+        self._residuals = ParameterMemory(self._roster)
 
     def __repr__(self) -> str:
         return f"Int8(block={self.block})"
 
     def reduce(self, bucket: GradBucket, buffer: Tensor, group: dist.ProcessGroup) -> Rounds:
         """See `Hook.reduce`."""
-        world = group.size()
+        world, rank = group.size(), group.rank()
         shares = 1 if world == 2 else world
-        plan = self._plans.get(bucket, lambda _: self._plan(bucket, buffer, shares))
-        plan.add(buffer)
-        residual = plan.residual.chunk(shares)
-        outgoing = [Parcel(share, self.block) for share in residual]
-        for parcel, share in zip(outgoing, residual, strict=True):
-            parcel.fill(share)
+        plan = self._plans.get(bucket, lambda: self._plan(bucket, buffer, shares))
+        size = Parcel.size_of(plan.residual, self.block)
+        message, others = (
+            self.scratch(bucket, role, size, torch.uint8, buffer.device)
+            for role in ("mine", "theirs")
+        )
+        parcels = plan.parcels(message.chunk(shares))
+        for chunk in plan.chunks:
+            chunk.add(buffer, plan.residual)
+            parcels[chunk.share].fill(plan.residual, chunk)
+        for parcel in parcels:
+            parcel.clear_undefined(plan.residual)
         if shares == 1:
-            parts, work = wire.share(group, outgoing[0].bytes)
+            parts, work = wire.share(group, message, others)
             yield Round(work, last=True)
-            sums = [[Parcel(plan.residual, self.block, part) for part in parts]]
+            senders = [plan.parcels([part]) for part in parts]
         else:
-            parts, work = wire.deal(group, torch.cat([parcel.bytes for parcel in outgoing]))
+            parts, work = wire.deal(group, message)
             yield Round(work, last=False)
-            mine = residual[group.rank()]
-            mean = torch.empty_like(mine)
-            _mean([Parcel(mine, self.block, part) for part in parts], mean)
-            parcel = Parcel(mean, self.block)
-            parcel.fill(mean)
-            mine.add_(mean, alpha=world)
-            parts, work = wire.share(group, parcel.bytes)
+            mine = [chunk for chunk in plan.chunks if chunk.share == rank]
+            answer = Parcel(parcels[rank].bytes, self.block, parcels[rank].origin, plan.residual)
+            received = [Parcel(part, self.block, answer.origin, plan.residual) for part in parts]
+            mean = torch.empty_like(plan.residual)
+            for chunk in mine:
+                chunk.of(mean).copy_(_mean(received, chunk))
+                answer.fill(mean, chunk)
+            answer.clear_undefined(mean)
+            start, stop = answer.origin, answer.origin + answer.integers.numel()
+            plan.residual[start:stop].add_(mean[start:stop], alpha=world)
+            parts, work = wire.share(group, answer.bytes)
             yield Round(work, last=True)
-            sums = [[Parcel(mine, self.block, part)] for part in parts]
-        plan.put(sums, buffer)
+            senders = [plan.parcels(parts)]
+        for chunk in plan.chunks:
+            chunk.put(_mean([shares[chunk.share] for shares in senders], chunk), buffer)
 
     def state_dict(self) -> dict[str, Any]:
         """See `Hook.state_dict`.
 
         >>> import gradsync
         >>> gradsync.hooks.Int8().state_dict()
-        {'hook': 'int8', 'block': 256, 'residuals': []}
+        {'hook': 'int8', 'block': 256, 'parameters': [], 'residuals': {}}
         """
         return super().state_dict() | {
             "block": self.block,
+            "parameters": self._roster.state(),
             "residuals": self._residuals.state(),
         }
 
@@ -104,6 +117,7 @@ class Int8(Hook):
         >>> gradsync.hooks.Int8().load_state_dict(gradsync.hooks.Int8().state_dict())
         """
         super().load_state_dict(state)
+        self._roster.load(state["parameters"])
         self._residuals.load(state["residuals"])
 
     def _plan(self, bucket: GradBucket, buffer: Tensor, shares: int) -> "_Plan":
@@ -114,10 +128,11 @@ class Int8(Hook):
             stretches.append(_Stretch(start, end, size))
             end += -(-size // self.block) * self.block
         unit = shares * self.block
-        residual = self._residuals.lay_out(
-            owners, -(-end // unit) * unit, compute_dtype(buffer.dtype), buffer.device
+        end = -(-end // unit) * unit
+        residual = self._residuals.lay_out(owners, end, compute_dtype(buffer.dtype), buffer.device)
+        return _Plan(
+            residual, self.block, _chunks(_join(stretches), end // shares, shares, self.block)
         )
-        return _Plan(residual, _join(stretches))
 
 
 @dataclass(frozen=True)
@@ -125,22 +140,56 @@ class _Stretch:
     """Elements that are neighbours both in the buffer and among the blocks."""
 
     start: int  # in the buffer
-    blocks_start: int  # among the blocks
+    at: int  # among the blocks
     size: int
 
 
-def _join(stretches: Sequence[_Stretch]) -> list[_Stretch]:
-    joined: list[_Stretch] = []
-    for each in stretches:
-        if joined and (
-            each.start - joined[-1].start
-            == each.blocks_start - joined[-1].blocks_start
-            == joined[-1].size
-        ):
-            last = joined.pop()
-            each = _Stretch(last.start, last.blocks_start, last.size + each.size)
-        joined.append(each)
-    return joined
+@dataclass(frozen=True)
+class _Rows:
+    """Stretches of one size at equal distances, in the buffer and among the blocks."""
+
+    first: _Stretch
+    count: int
+    distance: int
+    distance_at: int
+
+    def both(self, buffer: Tensor, blocks: Tensor, shift: int) -> tuple[Tensor, Tensor]:
+        """The elements in the buffer, and those among the blocks, of which ``shift`` are absent."""
+        shape = (self.count, self.first.size)
+        return (
+            buffer.as_strided(
+                shape, (self.distance, 1), buffer.storage_offset() + self.first.start
+            ),
+            blocks.as_strided(
+                shape, (self.distance_at, 1), blocks.storage_offset() + self.first.at - shift
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Blocks that are worked on together, and the gradients in them."""
+
+    start: int  # elements among the blocks
+    stop: int
+    share: int
+    rows: list[_Rows]
+
+    def of(self, blocks: Tensor) -> Tensor:
+        """Its part of the blocks."""
+        return blocks[self.start : self.stop]
+
+    def add(self, buffer: Tensor, residual: Tensor) -> None:
+        """Add the gradients to what earlier steps have left."""
+        for rows in self.rows:
+            gradients, blocks = rows.both(buffer, residual, 0)
+            blocks.add_(gradients)
+
+    def put(self, values: Tensor, buffer: Tensor) -> None:
+        """Make ``values``, which are those of this chunk, the gradients."""
+        for rows in self.rows:
+            gradients, blocks = rows.both(buffer, values, self.start)
+            gradients.copy_(blocks)
 
 
 @dataclass(frozen=True)
@@ -148,51 +197,101 @@ class _Plan:
     """Where the gradients of one bucket lie among the blocks."""
 
     residual: Tensor  # 1D, whole blocks
-    stretches: list[_Stretch]
+    block: int
+    chunks: list[_Chunk]
 
-    def add(self, buffer: Tensor) -> None:
-        """Add the gradients to what earlier steps have left."""
-        residual, gradients = self._sides(self.residual, buffer)
-        torch._foreach_add_(residual, gradients)
+    def parcels(self, parts: Sequence[Tensor]) -> list["Parcel"]:
+        """What ``parts``, equal shares of the blocks, hold."""
+        share = self.residual.numel() // len(parts)
+        return [
+            Parcel(part, self.block, index * share, self.residual)
+            for index, part in enumerate(parts)
+        ]
 
-    def put(self, sums: Sequence[Sequence["Parcel"]], buffer: Tensor) -> None:
-        """Make ``buffer`` the mean of the parcels, of which there is a list for each share."""
-        if len(self.stretches) == 1 and len(sums) == 1:
-            _mean(sums[0], buffer)
-            return
-        blocks = torch.empty_like(self.residual)
-        for parcels, share in zip(sums, blocks.chunk(len(sums)), strict=True):
-            _mean(parcels, share)
-        means, gradients = self._sides(blocks, buffer)
-        torch._foreach_copy_(gradients, means)
 
-    def _sides(self, blocks: Tensor, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        return (
-            [blocks[s.blocks_start : s.blocks_start + s.size] for s in self.stretches],
-            [buffer[s.start : s.start + s.size] for s in self.stretches],
-        )
+def _join(stretches: Sequence[_Stretch]) -> list[_Stretch]:
+    joined: list[_Stretch] = []
+    for each in stretches:
+        if joined and each.start - joined[-1].start == each.at - joined[-1].at == joined[-1].size:
+            last = joined.pop()
+            each = _Stretch(last.start, last.at, last.size + each.size)
+        joined.append(each)
+    return joined
+
+
+def _chunks(
+    stretches: Sequence[_Stretch], share_size: int, shares: int, block: int
+) -> list[_Chunk]:
+    step = max(1, _CHUNK // block) * block
+    chunks = []
+    for share in range(shares):
+        end = (share + 1) * share_size
+        for start in range(share * share_size, end, step):
+            stop = min(start + step, end)
+            chunks.append(_Chunk(start, stop, share, _rows(_within(stretches, start, stop))))
+    return chunks
+
+
+def _within(stretches: Sequence[_Stretch], start: int, stop: int) -> list[_Stretch]:
+    found = []
+    for each in stretches:
+        low, high = max(each.at, start), min(each.at + each.size, stop)
+        if low < high:
+            found.append(_Stretch(each.start + low - each.at, low, high - low))
+    return found
+
+
+def _rows(stretches: Sequence[_Stretch]) -> list[_Rows]:
+    """A model that repeats its layers has few of them, whatever the number of layers."""
+    rows: list[_Rows] = []
+    for each in stretches:
+        if rows and rows[-1].first.size == each.size:
+            last = rows[-1]
+            distance = each.start - last.first.start - (last.count - 1) * last.distance
+            distance_at = each.at - last.first.at - (last.count - 1) * last.distance_at
+            if last.count == 1 or (distance, distance_at) == (last.distance, last.distance_at):
+                rows[-1] = _Rows(last.first, last.count + 1, distance, distance_at)
+                continue
+        rows.append(_Rows(each, 1, each.size, each.size))
+    return rows
 
 
 class Parcel:
-    """The scales, then the integers, of ``like``'s elements, in one tensor of bytes."""
+    """The scales, then the integers, of some blocks, in one tensor of bytes.
 
-    def __init__(self, like: Tensor, block: int, content: Tensor | None = None) -> None:
-        count = like.numel() // block
-        size = count * like.element_size()
-        if content is None:
-            content = torch.empty(size + like.numel(), dtype=torch.uint8, device=like.device)
+    The blocks are those of ``like`` from ``origin`` on.
+    """
+
+    def __init__(self, content: Tensor, block: int, origin: int, like: Tensor) -> None:
         self.bytes = content
+        self.origin = origin
+        count = content.numel() // (block + like.element_size())
+        size = count * like.element_size()
         self.scales = content[:size].view(like.dtype).view(count, 1)
         self.integers = content[size:].view(torch.int8).view(count, block)
 
-    def fill(self, values: Tensor) -> None:
-        """Quantise ``values``, and leave in them what that has lost."""
-        blocks = values.view(self.integers.shape)
-        for first, last in _chunks(self.integers):
-            _quantise(blocks[first:last], self.scales[first:last], self.integers[first:last])
-        if not torch.isfinite(self.scales.sum()):
-            # Their blocks arrive undefined, and must not stay so for ever.
-            blocks[~torch.isfinite(self.scales.view(-1))] = 0
+    @staticmethod
+    def size_of(values: Tensor, block: int) -> int:
+        """The bytes that a parcel of ``values`` has."""
+        return values.numel() // block * (block + values.element_size())
+
+    def fill(self, values: Tensor, chunk: _Chunk) -> None:
+        """Quantise ``values`` in the chunk, and leave in them what that has lost."""
+        scales, integers = self.part(chunk)
+        _quantise(chunk.of(values).view(integers.shape), scales, integers)
+
+    def clear_undefined(self, values: Tensor) -> None:
+        """A block that is infinite or undefined is sent as such, and must not stay so for ever."""
+        if torch.isfinite(self.scales.sum()):
+            return
+        blocks = values[self.origin : self.origin + self.integers.numel()]
+        blocks.view(self.integers.shape)[~torch.isfinite(self.scales.view(-1))] = 0
+
+    def part(self, chunk: _Chunk) -> tuple[Tensor, Tensor]:
+        """Scales and integers of the blocks in the chunk."""
+        block = self.integers.shape[1]
+        first, last = (chunk.start - self.origin) // block, (chunk.stop - self.origin) // block
+        return self.scales[first:last], self.integers[first:last]
 
 
 def quantise(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -202,8 +301,9 @@ def quantise(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
     >>> integers.tolist()
     [[0, 127], [-2, 127]]
     """
-    parcel = Parcel(values, block)
-    parcel.fill(values.clone())
+    content = torch.empty(Parcel.size_of(values, block), dtype=torch.uint8)
+    parcel = Parcel(content, block, 0, values)
+    _quantise(values.clone().view(parcel.integers.shape), parcel.scales, parcel.integers)
     return parcel.integers, parcel.scales
 
 
@@ -226,22 +326,13 @@ def _quantise(blocks: Tensor, scales: Tensor, integers: Tensor) -> None:
     blocks.addcmul_(scratch, scales, value=-1)
 
 
-def _mean(parcels: Sequence[Parcel], out: Tensor) -> None:
-    """The mean of what the parcels hold, added in the order of the ranks."""
-    scales = [parcel.scales / len(parcels) for parcel in parcels]
-    block = parcels[0].integers.shape[1]
-    for first, last in _chunks(parcels[0].integers):
-        total = parcels[0].integers[first:last] * scales[0][first:last]
-        for parcel, scale in zip(parcels[1:], scales[1:], strict=True):
-            values = parcel.integers[first:last].to(total.dtype)
-            total.addcmul_(values, scale[first:last])
-        place = out[first * block : last * block]
-        place.copy_(total.view(-1)[: place.numel()])
-
-
-def _chunks(integers: Tensor) -> Iterator[tuple[int, int]]:
-    """Blocks, from one to before another, that are worked on together."""
-    count, block = integers.shape
-    step = max(1, _CHUNK // block)
-    for first in range(0, count, step):
-        yield first, min(first + step, count)
+def _mean(parcels: Sequence[Parcel], chunk: _Chunk) -> Tensor:
+    """The mean of what the parcels hold in the chunk, added in the order of the ranks."""
+    total: Tensor | None = None
+    for parcel in parcels:
+        scales, integers = parcel.part(chunk)
+        scales = scales / len(parcels)
+        values = integers.to(scales.dtype)
+        total = values.mul_(scales) if total is None else total.addcmul_(values, scales)
+    assert total is not None
+    return total.view(-1)

@@ -8,13 +8,14 @@ What a hook does with a parameter must not depend on its neighbours either: bloc
 anew with each parameter, and top-k selects within one. Then a run that was saved and resumed,
 whose buckets are those of a first step again, goes on with the same bits.
 
-A saved state has to name parameters, and a hook does not know their names. It goes by the order
-in which it first saw them: that of the first backward, which is the same for the same model,
-class and bucket sizes. The state holds them bucket by bucket, so that other sizes are noticed.
+A saved state has to name parameters, and a hook does not know their names. It numbers them in the
+order in which it first sees them: that of the first backward, which is the same for the same
+model, class and bucket sizes. The state tells the sizes of the parameters, bucket by bucket, so
+that another model or other buckets are noticed.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,104 +34,123 @@ class Owner(NamedTuple):
     size: int
 
 
+class Roster:
+    """The number of each parameter; see [Note: whose numbers]."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        # The parameters are kept: an id is free again when its object is gone.
+        self._arrivals: list[list[Tensor]] = []
+        self._saved: list[list[int]] = []
+
+    def meet(self, parameters: Sequence[Tensor]) -> None:
+        """Give numbers to those of a bucket that have none."""
+        newcomers = [p for p in parameters if id(p) not in self._numbers]
+        if not newcomers:
+            return
+        self._arrivals.append(newcomers)
+        self._compare(len(self._arrivals) - 1)
+        for parameter in newcomers:
+            self._numbers[id(parameter)] = len(self._numbers)
+
+    def number(self, parameter: Tensor) -> int:
+        """The number of a parameter that was met."""
+        return self._numbers[id(parameter)]
+
+    def state(self) -> list[list[int]]:
+        """The sizes of the parameters, as they came bucket by bucket."""
+        sizes = [[p.numel() for p in arrival] for arrival in self._arrivals]
+        return sizes + self._saved[len(sizes) :]
+
+    def load(self, saved: list[list[int]]) -> None:
+        """From now on the parameters have to be those whose sizes `state` returned."""
+        self._saved = saved
+        for index in range(len(self._arrivals)):
+            self._compare(index)
+
+    def _compare(self, index: int) -> None:
+        if index >= len(self._saved):
+            return
+        sizes = [parameter.numel() for parameter in self._arrivals[index]]
+        if sizes != self._saved[index]:
+            raise StateError(
+                "the loaded state of this hook does not fit the model: in its first backward, "
+                f"bucket {index} has parameters of {sizes} elements, and in the state they have "
+                f"{self._saved[index]}. Load it with the model, the class and the bucket sizes "
+                "that it was saved with."
+            )
+
+
 class PerBucket(Generic[T]):
     """What follows from a bucket's layout; built again when another layout has its index."""
 
-    def __init__(self) -> None:
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
         self._kept: dict[int, tuple[object, T]] = {}
 
-    def get(self, bucket: GradBucket, build: Callable[[list[Tensor]], T]) -> T:
-        """What ``build`` made, of the parameters of ``bucket``, when it last was laid out."""
+    def get(self, bucket: GradBucket, build: Callable[[], T]) -> T:
+        """What ``build`` made when ``bucket`` was last laid out."""
         parameters = bucket.parameters()
         buffer = bucket.buffer()
         key = ([id(p) for p in parameters], buffer.numel(), buffer.dtype, buffer.device)
         kept = self._kept.get(bucket.index())
         if kept is None or kept[0] != key:
-            # The parameters are kept as well: an id is free again when its object is gone.
-            kept = self._kept[bucket.index()] = (key, build(parameters))
+            self._roster.meet(parameters)
+            kept = self._kept[bucket.index()] = (key, build())
         return kept[1]
 
 
 class ParameterMemory:
-    """Some numbers for each parameter; see [Note: whose numbers].
+    """Some numbers for each parameter of a roster.
 
-    ``fresh`` fills in the numbers of the n-th parameter that appears, zeros by default.
+    ``fresh`` fills in those that the n-th parameter begins with, zeros by default.
     """
 
-    def __init__(self, fresh: Callable[[Tensor, int], object] | None = None) -> None:
-        self._fresh = fresh
+    def __init__(
+        self, roster: Roster, fresh: Callable[[Tensor, int], object] | None = None
+    ) -> None:
+        self._roster = roster
+        self._fresh = fresh or (lambda place, number: place.zero_())
         self._places: dict[int, Tensor] = {}
-        self._arrivals: list[list[Tensor]] = []  # parameters, as they came bucket by bucket
-        self._saved: list[list[Tensor]] = []
+        self._saved: dict[int, Tensor] = {}
 
     def lay_out(
         self, owners: Sequence[Owner], length: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """A flat tensor with the numbers of ``owners`` at their places, and zeros elsewhere."""
         flat = torch.zeros(length, dtype=dtype, device=device)
-        newcomers = []
         for parameter, start, size in owners:
+            number = self._roster.number(parameter)
             place = flat[start : start + size]
-            known = self._places.get(id(parameter))
+            known = self._places.get(number)
             if known is None:
-                newcomers.append(parameter)
+                self._begin(place, number)
             else:
                 place.copy_(known)
-            self._places[id(parameter)] = place
-        if newcomers:
-            self._welcome(newcomers)
+            self._places[number] = place
         return flat
 
-    def state(self) -> list[list[Tensor]]:
-        """Copies of the numbers, in the order in which their parameters first appeared."""
-        seen = [[self._places[id(p)].clone() for p in arrival] for arrival in self._arrivals]
-        return seen + self._saved[len(seen) :]
+    def state(self) -> dict[int, Tensor]:
+        """Copies of the numbers, by the number of the parameter."""
+        return self._saved | {number: place.clone() for number, place in self._places.items()}
 
-    def load(self, saved: list[list[Tensor]]) -> None:
-        """Take over what `state` returned; parameters that are still to appear get theirs then."""
-        self._saved = [[numbers.clone() for numbers in arrival] for arrival in saved]
-        for index in range(len(self._arrivals)):
-            if not self._restore(index):
-                raise _no_fit([self._places[id(p)] for p in self._arrivals[index]], [])
+    def load(self, saved: dict[int, Tensor]) -> None:
+        """Take over what `state` returned; parameters that are still to come get theirs then."""
+        self._saved = {number: numbers.clone() for number, numbers in saved.items()}
+        for number, place in self._places.items():
+            self._begin(place, number)
 
-    def reset(self, parameters: Sequence[Tensor]) -> None:
-        """Back to how they began."""
-        for index, parameter in enumerate(parameters):
-            place = self._places[id(parameter)]
-            if self._fresh is None:
-                place.zero_()
-            else:
-                self._fresh(place, index)
+    def begin_anew(self, parameters: Iterable[Tensor], salt: int = 0) -> None:
+        """Back to what they began with; another ``salt`` gives another beginning."""
+        for parameter in parameters:
+            number = self._roster.number(parameter)
+            self._fresh(self._places[number], number + salt * 1_000_003)
 
-    def _welcome(self, newcomers: list[Tensor]) -> None:
-        self._arrivals.append(newcomers)
-        if self._restore(len(self._arrivals) - 1) or self._fresh is None:
-            return
-        before = sum(len(arrival) for arrival in self._arrivals[:-1])
-        for ordinal, parameter in enumerate(newcomers, start=before):
-            self._fresh(self._places[id(parameter)], ordinal)
-
-    def _restore(self, index: int) -> bool:
-        if index >= len(self._saved):
-            return False
-        places = [self._places[id(p)] for p in self._arrivals[index]]
-        saved = self._saved[index]
-        if [place.numel() for place in places] != [numbers.numel() for numbers in saved]:
-            raise _no_fit(places, saved)
-        for place, numbers in zip(places, saved, strict=True):
-            place.copy_(numbers)
-        return True
-
-
-def _no_fit(places: Sequence[Tensor], saved: Sequence[Tensor]) -> StateError:
-    def sizes(tensors: Sequence[Any]) -> str:
-        return str([tensor.numel() for tensor in tensors])
-
-    return StateError(
-        "the loaded state of this hook does not fit the model: a bucket of the first backward "
-        f"has numbers of sizes {sizes(places)}, and the state has {sizes(saved)}. Load it with the "
-        "model, the class and the bucket sizes that it was saved with."
-    )
+    def _begin(self, place: Tensor, number: int) -> None:
+        if number in self._saved:
+            place.copy_(self._saved.pop(number))
+        else:
+            self._fresh(place, number)
 
 
 def places_of(bucket: GradBucket) -> list[Owner]:

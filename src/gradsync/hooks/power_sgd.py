@@ -23,7 +23,7 @@ from gradsync.errors import ArgumentError
 from gradsync.hooks import wire
 from gradsync.hooks.alike import Alike, group_alike
 from gradsync.hooks.base import Hook, Round, Rounds, compute_dtype
-from gradsync.hooks.memory import Owner, ParameterMemory, PerBucket, places_of
+from gradsync.hooks.memory import Owner, ParameterMemory, PerBucket, Roster, places_of
 
 # What is left of a row once the rows before it are taken out of it, relative to what it was:
 # below this it is rounding, and points anywhere.
@@ -74,9 +74,10 @@ class PowerSGD(Hook):
         self.warm_start = warm_start
         self.seed = seed
         self.iteration = 0
-        self._plans: PerBucket[_Plan] = PerBucket()
-        self._residuals = ParameterMemory()
-        self._factors = ParameterMemory(self._draw)
+        self._roster = Roster()
+        self._plans: PerBucket[_Plan] = PerBucket(self._roster)
+        self._residuals = ParameterMemory(self._roster)
+        self._factors = ParameterMemory(self._roster, self._draw)
 
     def __repr__(self) -> str:
         return f"PowerSGD(rank={self.rank}, start_iteration={self.start_iteration})"
@@ -84,14 +85,15 @@ class PowerSGD(Hook):
     def reduce(self, bucket: GradBucket, buffer: Tensor, group: dist.ProcessGroup) -> Rounds:
         """See `Hook.reduce`."""
         if self.iteration < self.start_iteration:
+            self._roster.meet(bucket.parameters())
             total = wire.Sum(group, buffer)
             yield Round(total.work, last=True)
             total.finish()
             buffer.div_(group.size())
             return
-        plan = self._plans.get(bucket, lambda _: self._plan(bucket, buffer))
+        plan = self._plans.get(bucket, lambda: self._plan(bucket, buffer))
         if not self.warm_start:
-            self._draw(plan.factors, self.iteration * 1009 + bucket.index())
+            self._factors.begin_anew(plan.compressed(), salt=self.iteration)
         message = plan.first_message(buffer)
         total = wire.Sum(group, message)
         yield Round(total.work, last=not plan.matrices)
@@ -122,6 +124,7 @@ class PowerSGD(Hook):
         return super().state_dict() | {
             "rank": self.rank,
             "iteration": self.iteration,
+            "parameters": self._roster.state(),
             "residuals": self._residuals.state(),
             "factors": self._factors.state(),
         }
@@ -139,6 +142,7 @@ class PowerSGD(Hook):
                 f"this is the state of a PowerSGD of rank {state['rank']}, not {self.rank}"
             )
         self.iteration = state["iteration"]
+        self._roster.load(state["parameters"])
         self._residuals.load(state["residuals"])
         self._factors.load(state["factors"])
 
@@ -187,13 +191,13 @@ class PowerSGD(Hook):
 
     def _draw(self, place: Tensor, number: int) -> None:
         """Random numbers that are the same on all ranks."""
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+        generator = torch.Generator().manual_seed(self.seed + number)
         place.copy_(torch.randn(place.shape, generator=generator))
 
     def _forget(self, plan: "_Plan") -> None:
         """An infinite or undefined gradient was sent as such, and must not stay for ever."""
-        plan.residuals.zero_()
-        self._draw(plan.factors, 0)
+        self._residuals.begin_anew(plan.compressed())
+        self._factors.begin_anew(plan.compressed())
 
 
 @dataclass(frozen=True)
@@ -208,6 +212,10 @@ class _Plan:
     rank: int
     residuals: Tensor  # 1D, the matrices group by group
     factors: Tensor  # 1D, all Qᵀ group by group
+
+    def compressed(self) -> list[Tensor]:
+        """The parameters whose gradients are compressed."""
+        return [member.parameter for group in self.matrices for member in group.members]
 
     def first_message(self, buffer: Tensor) -> Tensor:
         """The vectors, and P = M Q of the gradients with what earlier steps have left."""

@@ -12,7 +12,7 @@ from gradsync.errors import ArgumentError
 from gradsync.hooks import wire
 from gradsync.hooks.alike import Alike, group_alike
 from gradsync.hooks.base import Hook, Round, Rounds, compute_dtype
-from gradsync.hooks.memory import ParameterMemory, PerBucket, places_of
+from gradsync.hooks.memory import ParameterMemory, PerBucket, Roster, places_of
 
 # From this size on a threshold is guessed from every 61st element, and only what exceeds it is
 # sorted: 6.5 million elements take 20 ms instead of 138 ms.
@@ -42,15 +42,16 @@ class TopK(Hook):
         if not 0 < ratio <= 1:
             raise ArgumentError(f"ratio must be more than 0 and at most 1, not {ratio}")
         self.ratio = ratio
-        self._plans: PerBucket[_Plan] = PerBucket()
-        self._residuals = ParameterMemory()
+        self._roster = Roster()
+        self._plans: PerBucket[_Plan] = PerBucket(self._roster)
+        self._residuals = ParameterMemory(self._roster)
 
     def __repr__(self) -> str:
         return f"TopK(ratio={self.ratio})"
 
     def reduce(self, bucket: GradBucket, buffer: Tensor, group: dist.ProcessGroup) -> Rounds:
         """See `Hook.reduce`."""
-        plan = self._plans.get(bucket, lambda _: self._plan(bucket, buffer))
+        plan = self._plans.get(bucket, lambda: self._plan(bucket, buffer))
         residual = plan.residual
         residual.add_(buffer)
         indices = plan.largest()
@@ -74,10 +75,11 @@ class TopK(Hook):
 
         >>> import gradsync
         >>> gradsync.hooks.TopK().state_dict()
-        {'hook': 'topk', 'ratio': 0.01, 'residuals': []}
+        {'hook': 'topk', 'ratio': 0.01, 'parameters': [], 'residuals': {}}
         """
         return super().state_dict() | {
             "ratio": self.ratio,
+            "parameters": self._roster.state(),
             "residuals": self._residuals.state(),
         }
 
@@ -88,6 +90,7 @@ class TopK(Hook):
         >>> gradsync.hooks.TopK().load_state_dict(gradsync.hooks.TopK().state_dict())
         """
         super().load_state_dict(state)
+        self._roster.load(state["parameters"])
         self._residuals.load(state["residuals"])
 
     def _plan(self, bucket: GradBucket, buffer: Tensor) -> "_Plan":

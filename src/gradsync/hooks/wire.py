@@ -18,15 +18,18 @@ Work = Any  # dist.Work, or what a custom group returns in its place
 _EXCHANGE_LIMIT = 1 << 20
 
 
-def share(group: dist.ProcessGroup, mine: Tensor) -> tuple[list[Tensor], Work]:
+def share(
+    group: dist.ProcessGroup, mine: Tensor, theirs: Tensor | None = None
+) -> tuple[list[Tensor], Work]:
     """Start sending the flat ``mine`` to every rank; the parts, by rank, arrive with the work.
 
     Between two ranks this is an all-to-all of which each rank keeps nothing: unlike an
-    all-gather it does not copy the rank's own part.
+    all-gather it does not copy the rank's own part. ``theirs`` is where the parts of the other
+    ranks go, if there is such a place already.
     """
     world, rank = group.size(), group.rank()
     if world == 2:
-        theirs = torch.empty_like(mine)
+        theirs = torch.empty_like(mine) if theirs is None else theirs
         splits = [0, 0]
         splits[1 - rank] = mine.numel()
         work = group.alltoall_base(theirs, mine, splits, splits, AllToAllOptions())
