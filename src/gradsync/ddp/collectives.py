@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from gradsync.errors import CollectiveError
+from gradsync.errors import CollectiveError, GradsyncError
 
 Work = Any  # dist.Work, what a custom group returns in its place, or a LocalWork
 
@@ -68,6 +68,8 @@ def wait(work: Work, group: dist.ProcessGroup, describe: Callable[[], str]) -> N
             work.wait()
         else:
             work.get_future().wait()
+    except GradsyncError:
+        raise  # it says what happened
     except RuntimeError as error:
         raise CollectiveError(
             f"rank {group.rank()} of {group.size()}: {describe()} failed: {error}\n"

@@ -8,6 +8,8 @@ hook's business: it travels in a bucket of its own.
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from enum import Enum
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch._C._distributed_c10d import GradBucket as TorchGradBucket
 from torch.nn import Parameter
 
 from gradsync.ddp.bucket import Bucket
-from gradsync.ddp.collectives import LocalWork, Work, all_reduce, wait
+from gradsync.ddp.collectives import LocalWork, Work, all_reduce, is_foreign, wait
 from gradsync.ddp.route import Summation
 from gradsync.errors import ArgumentError, HookTypeError, StateError
 
@@ -74,17 +76,56 @@ class GradBucket:
 
 
 class HookWork(LocalWork):
-    """A bucket in the hands of a hook."""
+    """A bucket in the hands of a hook, or waiting for its turn."""
 
-    def __init__(self, future: "torch.futures.Future[Any]", bucket: Bucket) -> None:
-        self._future = future
+    def __init__(self, owner: "CommHook", bucket: Bucket) -> None:
+        self._owner = owner
         self._bucket = bucket
+        self.future: torch.futures.Future[Any] | None = None
+        self.error: Exception | None = None  # what the hook raised
+
+    def begin(self) -> None:
+        """Call the hook."""
+        try:
+            self.future = self._call()
+        except Exception as error:
+            if not isinstance(error, StateError):
+                error.add_note(self._owner.describe(self._bucket))
+            self.error = error
+
+    def _call(self) -> "torch.futures.Future[Any]":
+        owner, bucket = self._owner, self._bucket
+        future = owner.hook(owner.state, GradBucket(bucket, is_last=bucket.is_last))
+        if not isinstance(future, torch.futures.Future | torch._C.Future):
+            raise StateError(  # torch's class and words, which programs look for
+                "callback must return a torch.futures.Future object, but got "
+                f"{type(future).__name__}. {owner.describe(bucket)}"
+            )
+        return future
+
+    def is_through(self) -> bool:
+        """Has the hook done all it will do with the bucket?"""
+        return self.error is not None or (self.future is not None and bool(self.future.done()))
 
     def is_completed(self) -> bool:
-        return bool(self._future.done())
+        self._owner.take_turns()
+        return self.is_through()
 
     def wait(self) -> None:
-        result = self._future.wait()
+        self._owner.take_turns()
+        if self.error is not None:
+            raise self.error
+        self._owner.check_not_stuck()
+        assert self.future is not None, "those before it have been waited for"
+        try:
+            self._bucket.receive(self._tensor(self.future.wait()))
+        except StateError as error:
+            raise StateError(f"{error} {self._owner.describe(self._bucket)}") from None
+        except Exception as error:
+            error.add_note(self._owner.describe(self._bucket))
+            raise
+
+    def _tensor(self, result: object) -> Tensor:
         if isinstance(result, Sequence) and len(result) == 1:
             result = result[0]  # the future of a collective holds a list
         if not isinstance(result, Tensor):
@@ -92,21 +133,23 @@ class HookWork(LocalWork):
                 f"the future of the communication hook holds {type(result).__name__}; it has to "
                 "hold one tensor, the new value of bucket.buffer()."
             )
-        self._bucket.receive(result)
+        return result
 
 
-class _SumAfterAll(LocalWork):
+class SumAfterAll(LocalWork):
     """A sum that begins when it is waited for: the last of a step, after all hooks.
 
     A hook may issue collectives from a callback, whenever that runs. Ours must not come in
     between on one rank and later on another.
     """
 
-    def __init__(self, summation: Summation, bucket: Bucket) -> None:
+    def __init__(self, owner: "CommHook", summation: Summation, bucket: Bucket) -> None:
+        self._owner = owner
         self._summation = summation
         self._bucket = bucket
 
     def wait(self) -> None:
+        self._owner.check_not_stuck()
         wait(
             self._summation.start(self._bucket),
             self._summation.group,
@@ -115,29 +158,66 @@ class _SumAfterAll(LocalWork):
 
 
 class CommHook:
-    """Reduces buckets by a hook."""
+    """Reduces buckets by a hook.
+
+    [Note: turns] A hook that issues collectives from callbacks (``chains``) gets a bucket only when
+    the one before is done. Else the second collective of one and the first of the next would come
+    in an order that depends on time, and the ranks would read each other's wrong messages: on gloo
+    that ends the process.
+
+    [Note: stuck] The same happens if a hook raises before it has sent anything and we go on to
+    the next bucket: the other ranks are still in this one. So nothing is sent any more in this
+    step, unless the hook takes the bucket at a second try, with zeros.
+    """
 
     def __init__(self, group: dist.ProcessGroup, hook: Hook, state: object) -> None:
         self.group = group
         self.hook = hook
         self.state = state
         self._others = Summation(group)
+        self._chains = chains(hook)
+        self._waiting: list[HookWork] = []  # for their turn
+        self._current: HookWork | None = None
+        self._last = -1  # the bucket that was started last
+        self._stuck: HookWork | None = None
 
     def start(self, bucket: Bucket) -> Work:
-        """Hand a bucket to the hook; raises what the hook raises, with the bucket's name."""
+        """Hand a bucket to the hook; raises what the hook raises, if it may be tried again."""
         if not bucket.slots:
-            return _SumAfterAll(self._others, bucket)
-        try:
-            future = self.hook(self.state, GradBucket(bucket, is_last=bucket.is_last))
-        except Exception as error:
-            error.add_note(self.describe(bucket))
-            raise
-        if not isinstance(future, torch.futures.Future | torch._C.Future):
-            raise HookTypeError(
-                f"the communication hook must return a torch.futures.Future, got "
-                f"{type(future).__name__}. {self.describe(bucket)}"
-            )
-        return HookWork(future, bucket)
+            return SumAfterAll(self, self._others, bucket)
+        if bucket.index <= self._last:  # a new step, or a second try
+            self._waiting, self._current, self._stuck = [], None, None
+        self._last = bucket.index
+        work = HookWork(self, bucket)
+        self._waiting.append(work)
+        self.take_turns()
+        if work.error is not None and self._stuck is work:
+            raise work.error
+        return work
+
+    def take_turns(self) -> None:
+        """Hand over the next buckets, as far as the hook is through with those before."""
+        while self._waiting and self._stuck is None:
+            current = self._current
+            if self._chains and current is not None and not current.is_through():
+                return
+            self._current = work = self._waiting.pop(0)
+            issued = self._issued()
+            work.begin()
+            if work.error is not None and self._issued() == issued:
+                self._stuck = work
+
+    def check_not_stuck(self) -> None:
+        """Raise if nothing may be sent any more in this step."""
+        if self._stuck is not None:
+            raise StateError("the communication hook has failed for an earlier bucket")
+
+    def _issued(self) -> int:
+        """How many collectives this rank has issued."""
+        if is_foreign(self.group):
+            return 0
+        number: int = self.group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+        return number
 
     def describe(self, bucket: Bucket) -> str:
         """Which hook, rank and bucket, for messages."""
@@ -149,6 +229,21 @@ class CommHook:
     def done(self) -> None:
         """All buckets of a step are reduced."""
         self._others.done()
+
+
+_PUBLISHED = "torch.distributed.algorithms.ddp_comm_hooks."
+_CHAINING = ("powerSGD_hook", "quantization_hooks", "ddp_zero_hook")
+
+
+def chains(hook: object, depth: int = 4) -> bool:
+    """Does the hook issue collectives from callbacks? Known of torch's, also inside wrappers."""
+    if getattr(hook, "__module__", None) in [_PUBLISHED + name for name in _CHAINING]:
+        return True
+    inner = [getattr(hook, "func", None), getattr(hook, "__wrapped__", None)]
+    for cell in getattr(hook, "__closure__", None) or ():
+        with suppress(ValueError):  # an empty cell
+            inner.append(cell.cell_contents)
+    return depth > 0 and any(callable(each) and chains(each, depth - 1) for each in inner)
 
 
 def name_of(hook: object) -> str:
@@ -177,9 +272,7 @@ def check_hook(hook: object) -> None:
             "with two: state and bucket."
         )
     bucket = parameters.get("bucket")
-    if bucket is not None and bucket.annotation not in (
-        inspect.Parameter.empty, TorchGradBucket, GradBucket, "dist.GradBucket", "GradBucket",
-    ):  # fmt: skip
+    if bucket is not None and not _says_bucket(bucket.annotation):
         raise ArgumentError("Communication hook: bucket annotation should be dist.GradBucket.")
     returned = signature.return_annotation
     if returned is not inspect.Signature.empty and not (
@@ -190,25 +283,47 @@ def check_hook(hook: object) -> None:
         )
 
 
+def _says_bucket(annotation: object) -> bool:
+    """Also as text, which annotations are under ``from __future__ import annotations``."""
+    if isinstance(annotation, str):
+        return annotation.strip("\"'").rpartition(".")[2] == "GradBucket"
+    return annotation in (inspect.Parameter.empty, TorchGradBucket, GradBucket)
+
+
 def sum_hook(group: dist.ProcessGroup, bucket: GradBucket) -> "torch.futures.Future[Any]":
     """The sum of a bucket over the ranks, as a future of its buffer."""
     future: torch.futures.Future[list[Tensor]] = all_reduce(group, bucket.buffer()).get_future()
     return future.then(lambda done: done.value()[0])
 
 
-def builtin_hook(kind: object) -> Hook:
-    """Torch's built-in hooks, which average: by name, in full or in half precision."""
-    if not isinstance(kind, BuiltinCommHookType):
-        raise ArgumentError(
-            f"comm_hook_type must be a torch.distributed.BuiltinCommHookType, got {kind!r}."
-        )
-    compress = kind == BuiltinCommHookType.FP16_COMPRESS
+class BuiltinHook:
+    """One of torch's built-in hooks, which average: in full or in half precision.
 
-    def hook(group: Any, bucket: Any) -> "torch.futures.Future[Any]":
+    >>> import torch, gradsync
+    >>> ddp = gradsync.DistributedDataParallel(torch.nn.Linear(4, 2))
+    >>> ddp._register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.FP16_COMPRESS)
+    >>> ddp(torch.ones(8, 4)).sum().backward()
+    >>> ddp.module.bias.grad
+    tensor([8., 8.])
+    """
+
+    def __init__(self, kind: object) -> None:
+        if not isinstance(kind, BuiltinCommHookType):
+            raise ArgumentError(
+                f"comm_hook_type must be a torch.distributed.BuiltinCommHookType, got {kind!r}."
+            )
+        self._compresses = kind == BuiltinCommHookType.FP16_COMPRESS
+        self.__qualname__ = str(kind)
+
+    def __call__(self, group: Any, bucket: Any) -> "torch.futures.Future[Any]":
+        """Start averaging ``bucket`` over the ranks of ``group``."""
         buffer = bucket.buffer()
-        wire = (buffer.half() if compress else buffer).div_(group.size())
+        wire = (buffer.half() if self._compresses else buffer).div_(group.size())
         future: torch.futures.Future[Any] = all_reduce(group, wire).get_future()
         return future.then(lambda done: buffer.copy_(done.value()[0]))
 
-    hook.__qualname__ = hook.__name__ = str(kind)
-    return hook
+
+class Portable(Enum):
+    """What stands for a state that cannot be pickled."""
+
+    OWN_GROUP = "the process group of the model"

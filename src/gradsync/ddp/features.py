@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from gradsync.ddp import overlap_optim
 from gradsync.ddp.autograd import in_backward
 from gradsync.ddp.buffers import BufferHook
-from gradsync.ddp.comm_hook import CommHook, Hook, builtin_hook, check_hook
+from gradsync.ddp.comm_hook import BuiltinHook, CommHook, Hook, Portable, check_hook
 from gradsync.ddp.delayed import DelayedReduction
 from gradsync.ddp.join import DDPJoinHook
 from gradsync.ddp.surface import TorchSurface
@@ -66,7 +66,7 @@ class Features(TorchSurface, Joinable):
 
     def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
         """Register one of torch's built-in hooks by its type."""
-        self._register_hook(self.process_group, builtin_hook(comm_hook_type))
+        self._register_hook(self.process_group, BuiltinHook(comm_hook_type))
 
     def _register_hook(self, state: object, hook: Hook) -> None:
         if not self.reducer.options.mean:
@@ -84,6 +84,18 @@ class Features(TorchSurface, Joinable):
     def _comm_hooks(self) -> list[tuple[Hook, object]]:
         reduction = self.reducer.queue.reduction
         return [(reduction.hook, reduction.state)] if isinstance(reduction, CommHook) else []
+
+    def _portable_hooks(self) -> list[tuple[Hook, object]]:
+        """The same for another process, which has a process group of its own."""
+        return [
+            (hook, Portable.OWN_GROUP if state is self.process_group else state)
+            for hook, state in self._comm_hooks
+        ]
+
+    def _restore_hooks(self, hooks: list[tuple[Hook, object]]) -> None:
+        for hook, state in hooks:
+            own = state is Portable.OWN_GROUP
+            self.reducer.register_hook(hook, self.process_group if own else state)
 
     def _register_buffer_comm_hook(
         self,

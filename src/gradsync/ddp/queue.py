@@ -15,7 +15,7 @@ from torch import Tensor
 from gradsync.ddp.bucket import Bucket, Packing, Slot
 from gradsync.ddp.clock import StepClock
 from gradsync.ddp.collectives import is_foreign, wait
-from gradsync.ddp.comm_hook import CommHook
+from gradsync.ddp.comm_hook import CommHook, SumAfterAll
 from gradsync.ddp.layout import ReducerOptions
 from gradsync.ddp.route import Summation
 from gradsync.ddp.special_buckets import SoloBucket
@@ -89,6 +89,13 @@ class BucketQueue:
     def all_launched(self) -> bool:
         """Is every bucket on its way?"""
         return self._next == len(self.buckets)
+
+    @property
+    def can_report(self) -> bool:
+        """Is what this rank reports still to be sent?"""
+        if not self.all_launched:
+            return True
+        return self._settled < len(self.buckets) and isinstance(self.buckets[-1].work, SumAfterAll)
 
     @property
     def all_full(self) -> bool:
@@ -185,6 +192,8 @@ class BucketQueue:
             self._send(bucket)
             self._next += 1
         for bucket in self.buckets[self._settled :]:
+            if isinstance(bucket.work, SumAfterAll):  # not begun, and there is more to report now
+                self._send(bucket)
             self._wait(bucket)
         self.reduction.done()
 

@@ -10,6 +10,7 @@ every rank alike, and the trailer of the last one tells what was used elsewhere.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum, auto
 
 import torch
@@ -44,7 +45,7 @@ from gradsync.ddp.rollcall import (
 )
 from gradsync.ddp.usage import Unreached, find_unreached, settle_unused, used_here
 from gradsync.ddp.verdicts import Verdicts
-from gradsync.errors import GraphChangedError, ReadyTwiceError, StateError
+from gradsync.errors import CollectiveError, GraphChangedError, ReadyTwiceError, StateError
 
 
 class Phase(Enum):
@@ -431,7 +432,8 @@ class Reducer:
         try:
             self._give_up()
         except Exception as error:  # nobody to raise it to: the engine is cleaning up
-            self._verdicts.deferred = error
+            if isinstance(error, CollectiveError):  # else a hook that has raised before
+                self._verdicts.deferred = error
         finally:
             self._end_step()
 
@@ -490,9 +492,10 @@ class Reducer:
         try:
             with torch.no_grad():
                 finish()
-        except Exception:
-            if not self.queue.all_launched:
-                self._give_up()
+        except Exception as error:
+            if self.queue.can_report and not isinstance(error, CollectiveError):
+                with suppress(Exception):  # what comes of it says less than the error at hand
+                    self._give_up()
             raise
         finally:
             self._end_step()

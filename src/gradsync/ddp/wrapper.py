@@ -455,7 +455,7 @@ class DistributedDataParallel(Features):
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
         state = copy.copy(self.__dict__)
-        state["_pickled_hooks"] = self._comm_hooks
+        state["_pickled_hooks"] = self._portable_hooks()
         for name in (
             "process_group", "device_mesh", "reducer", "_unhook", "_buffer_sync", "_delayed",
             "_traced", "forward",
@@ -469,8 +469,7 @@ class DistributedDataParallel(Features):
         self._buffer_sync = BufferSync()
         self._lazy_init_ran = False
         self._build_reducer()
-        for hook, hook_state in self.__dict__.pop("_pickled_hooks"):
-            self.reducer.register_hook(hook, hook_state)
+        self._restore_hooks(self.__dict__.pop("_pickled_hooks"))
         self._delay_reduction()
 
     def _check_default_group(self) -> None:
