@@ -48,12 +48,17 @@ def mixed_devices() -> nn.Module:
 
 
 class TestSignature:
-    def test_names_order_and_defaults_are_torchs(self) -> None:
+    def test_names_order_and_defaults_are_torchs_and_ours_follow_by_keyword(self) -> None:
         ours, torchs = (inspect.signature(cls.__init__).parameters for cls in (OurDDP, TorchDDP))
-        assert list(ours) == list(torchs)
+        assert list(ours)[: len(torchs)] == list(torchs)
         for name, parameter in torchs.items():
             assert ours[name].default == parameter.default, name
             assert ours[name].kind == parameter.kind, name
+        more = list(ours.values())[len(torchs) :]
+        assert {"reduce", "plain_state_dict", "passthrough"} <= {each.name for each in more}
+        for parameter in more:
+            assert parameter.kind is inspect.Parameter.KEYWORD_ONLY, parameter.name
+            assert parameter.default is not inspect.Parameter.empty, parameter.name
 
     def test_attributes_that_programs_read_have_torchs_values(self, pool: WorkerPool) -> None:
         names = [
@@ -186,19 +191,30 @@ WRONG: dict[str, tuple[Callable[[], dict[str, object]], type[Exception], list[st
         ValueError,
         ["delay_all_reduce_named_params and param_to_hook_all_reduce need to be set"],
     ),
-    "delayed all-reduce": (
+    "delayed all-reduce of another module": (
         lambda: {
             "delay_all_reduce_named_params": [("weight", small().weight)],
             "param_to_hook_all_reduce": small().weight,
         },
-        NotImplementedError,
-        ["delay_all_reduce_named_params"],
+        ValueError,
+        ["delay_all_reduce_named_params", "weight"],
     ),
-    "mixed precision": (
+    "mixed precision that names no dtype": (
         lambda: {"mixed_precision": object()},
-        NotImplementedError,
-        ["mixed_precision"],
+        ValueError,
+        ["mixed_precision", "param_dtype"],
     ),
+    "a reduction that there is not": (
+        lambda: {"reduce": "max"},
+        ValueError,
+        ["reduce", "mean", "sum", "max"],
+    ),
+    "plain_state_dict is no flag": (
+        lambda: {"plain_state_dict": "yes"},
+        ValueError,
+        ["plain_state_dict", "yes"],
+    ),
+    "passthrough is no flag": (lambda: {"passthrough": 1}, ValueError, ["passthrough", "1"]),
 }
 
 
@@ -223,7 +239,7 @@ class TestWrongArguments:
             error = found[case]
             if not isinstance(error, kind) or any(word not in str(error) for word in words):
                 wrong.append(f"{case}: {error!r} is no {kind.__name__} with {words}")
-            elif kind is not NotImplementedError and not isinstance(error, GradsyncError):
+            elif not isinstance(error, GradsyncError):
                 wrong.append(f"{case}: {error!r} is not in our tree of errors")
         assert not wrong, "\n".join(wrong)
 

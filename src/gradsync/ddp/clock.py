@@ -12,8 +12,9 @@ from dataclasses import dataclass, fields
 class StepTimes:
     """Seconds that the phases of a step took on this rank.
 
-    ``communication`` is from the launch of the first bucket to the arrival of the last;
-    ``exposed`` is that part of it for which the backward had nothing left to compute.
+    ``forward`` is that of all forwards since the last step. ``communication`` is from the launch of
+    the first bucket to the arrival of the last; ``exposed`` is that part of it for which the
+    backward had nothing left to compute.
 
     >>> StepTimes(communication=3.0, exposed=1.0).overlapped
     2.0
@@ -52,9 +53,10 @@ class StepClock:
         self.reduced = 0.0  # the last bucket
         self.last = StepTimes()
         self.steps = 0
-        self.sample_rate = 100  # every so many steps, once ten have been sampled
+        self.sample_rate = 100  # every so many steps, after the first ten
         self.sample = Sample(0, {}, StepTimes(), StepTimes())
         self._sums = [0.0] * len(fields(StepTimes))
+        self._earlier_forwards = 0.0  # seconds; a step may have several
 
     now = staticmethod(time.perf_counter)
 
@@ -63,9 +65,13 @@ class StepClock:
         """Over all steps so far."""
         return StepTimes(*(total / max(self.steps, 1) for total in self._sums))
 
+    @property
+    def _forward(self) -> float:
+        return self.forward_ended - self.forward_began
+
     def begin_forward(self) -> None:
         """A forward begins whose gradients will be reduced."""
-        if self.steps < 10 or self.steps % self.sample_rate == 0:
+        if self.steps <= 10 or self.steps % self.sample_rate == 0:
             marks = {
                 "forward_compute_time_start": self.forward_began,
                 "backward_compute_time_start": self.backward_began,
@@ -74,7 +80,8 @@ class StepClock:
                 "backward_comm_time_end": self.reduced,
             }
             self.sample = Sample(self.steps, marks, self.last, self.mean)
-        self.forward_began = self.now()
+        self._earlier_forwards += self._forward
+        self.forward_began = self.forward_ended = self.now()
 
     def begin_backward(self) -> None:
         """A backward begins that will be reduced."""
@@ -90,11 +97,12 @@ class StepClock:
         """A step was reduced: add it up."""
         self.launched = launched = self.launched or self.computed
         self.last = StepTimes(
-            forward=self.forward_ended - self.forward_began,
+            forward=self._earlier_forwards + self._forward,
             backward=self.computed - self.backward_began,
             communication=self.reduced - launched,
             exposed=self.reduced - max(self.computed, launched),
         )
+        self._earlier_forwards, self.forward_ended = 0.0, self.forward_began
         self.steps += 1
         times = (getattr(self.last, each.name) for each in fields(StepTimes))
         self._sums = [a + b for a, b in zip(self._sums, times, strict=True)]

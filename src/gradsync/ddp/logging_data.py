@@ -38,10 +38,12 @@ def logging_data(ddp: "DistributedDataParallel") -> dict[str, Any]:
         "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
         "static_graph": int(ddp.static_graph),
         "backend_name": _backend_name(ddp),
+        "is_multi_device_module": int(ddp.is_multi_device_module),
         "dtypes": ", ".join(sorted({_DTYPE_NAMES.get(p.dtype, str(p.dtype)) for p in params})),
         "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in params),
         "num_parameter_tensors": len(params),
         "bucket_sizes": sizes,
+        "unused_parameter_size": sum(slot.nbytes for slot in reducer.unused),
         "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in ddp.module.modules())),
         "has_rebuilt_buckets": int(reducer.has_rebuilt),
         "num_buckets_reduced": reducer.buckets_reduced,
@@ -68,8 +70,6 @@ def logging_data(ddp: "DistributedDataParallel") -> dict[str, Any]:
         data["comm_hook"] = name_of(hook)
     if ddp._join_config.enable:
         data["join_uneven_inputs"] = True
-    if reducer.unused:
-        data["unused_parameter_size"] = sum(slot.nbytes for slot in reducer.unused)
     if reducer.arrival_order:
         data["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, reducer.arrival_order))
     if reducer.has_rebuilt:

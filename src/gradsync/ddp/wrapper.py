@@ -76,7 +76,8 @@ class DistributedDataParallel(Features):
         batched_grad_copy: accepted for torch's sake; gradients are always copied in batches.
         forward_sync_buffers: before each training forward, set the buffers to rank 0's;
             default True.
-        reduce: "mean", or "sum" to leave the gradients undivided.
+        reduce: "mean", or "sum" to leave the gradients undivided. What is left in ``.grad`` from an
+            earlier step is summed again: begin each step with ``zero_grad``.
         plain_state_dict: let ``state_dict`` be that of the module, without ``module.`` before the
             names; ``load_state_dict`` then takes both.
         passthrough: let attributes of the module be read through the wrapper.
@@ -329,8 +330,6 @@ class DistributedDataParallel(Features):
             self.reducer.check_ready()
         if self._syncs_buffers_before_forward():
             self._sync_buffers()
-        if self._join_config.enable:
-            join.tell_whether_reduced(self, self._asks_for_reduction())
         if self._asks_for_reduction():
             self.reducer.start_forward()
         if self.device_ids:
