@@ -57,7 +57,7 @@ class ArgumentError(UsageError, ValueError):
 
 
 class HookTypeError(UsageError, TypeError):
-    """What was given as a communication hook, or returned by one, is not of the right type.
+    """What was given as a communication hook is not a function.
 
     >>> import gradsync, torch
     >>> ddp = gradsync.DistributedDataParallel(torch.nn.Linear(2, 2))

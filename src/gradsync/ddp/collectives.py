@@ -6,6 +6,7 @@ those cost several times more per call, and a group need not be registered with 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from gradsync.errors import CollectiveError, GradsyncError
 
+NO_TIMEOUT = timedelta(0)  # of its own: the group's holds
 Work = Any  # dist.Work, what a custom group returns in its place, or a LocalWork
 
 
@@ -55,19 +57,26 @@ def all_gather(group: dist.ProcessGroup, tensor: Tensor) -> tuple[list[Tensor], 
 def is_foreign(group: dist.ProcessGroup) -> bool:
     """Is the group a Python subclass, which may do more than its size suggests?
 
-    Such a group sees every collective, also at world size 1. Of its works we ask for the
-    future, as torch's DDP does: it is what their authors had to provide.
+    Such a group sees every collective, also at world size 1.
     """
     return type(group) is not dist.ProcessGroup
 
 
-def wait(work: Work, group: dist.ProcessGroup, describe: Callable[[], str]) -> None:
-    """Wait until ``work`` is done; a failure is raised with what was waited for."""
+def wait(
+    work: Work, group: dist.ProcessGroup, describe: Callable[[], str], *, by_future: bool = False
+) -> None:
+    """Wait until ``work`` is done; a failure is raised with what was waited for.
+
+    A group written in Python may count on which of the two ways its works are asked. It is
+    torch's: by the future for sums of gradients (``by_future``), else by ``wait`` with a timeout.
+    """
     try:
         if isinstance(work, LocalWork) or not is_foreign(group):
             work.wait()
-        else:
+        elif by_future:
             work.get_future().wait()
+        else:
+            work.wait(NO_TIMEOUT)
     except GradsyncError:
         raise  # it says what happened
     except RuntimeError as error:

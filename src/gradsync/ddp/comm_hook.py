@@ -154,6 +154,7 @@ class SumAfterAll(LocalWork):
             self._summation.start(self._bucket),
             self._summation.group,
             lambda: "the sum of what the ranks report",
+            by_future=True,
         )
 
 

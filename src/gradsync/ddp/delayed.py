@@ -140,7 +140,7 @@ class DelayedReduction:
             buffer.mul_(self._scale)
             works.append(all_reduce(self._group, buffer))
         for work in works:
-            wait(work, self._group, lambda: "the delayed all-reduce")
+            wait(work, self._group, lambda: "the delayed all-reduce", by_future=True)
         for param, view in self._views.items():
             if param.grad is None:
                 param.grad = view

@@ -198,7 +198,7 @@ class BucketQueue:
         self.reduction.done()
 
     def _wait(self, bucket: Bucket) -> None:
-        wait(bucket.work, self.group, partial(self._describe, bucket))
+        wait(bucket.work, self.group, partial(self._describe, bucket), by_future=True)
 
     def _describe(self, bucket: Bucket) -> str:
         return (
