@@ -29,8 +29,8 @@ HIDDEN_OUTPUTS = (
 )
 
 HOOK_TWICE = (
-    "register_comm_hook or register_builtin_comm_hook can only be called once: this "
-    "DistributedDataParallel has a hook already. Wrap the module anew for another one."
+    "{} can only be called once: this DistributedDataParallel has a hook already. Wrap the module "
+    "anew for another one."
 )
 
 HOOK_IN_BACKWARD = (

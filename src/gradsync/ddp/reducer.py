@@ -32,7 +32,7 @@ from gradsync.ddp.autograd import (
 from gradsync.ddp.bucket import Bucket, Slot
 from gradsync.ddp.clock import StepClock
 from gradsync.ddp.collectives import Work, broadcast, wait
-from gradsync.ddp.comm_hook import CommHook, GradBucket, Hook, sum_hook
+from gradsync.ddp.comm_hook import BuiltinHook, CommHook, GradBucket, Hook, sum_hook
 from gradsync.ddp.layout import Layout, ReducerOptions
 from gradsync.ddp.queue import BucketQueue
 from gradsync.ddp.rollcall import (
@@ -185,7 +185,10 @@ class Reducer:
     def register_hook(self, hook: Hook, state: object) -> None:
         """Let ``hook`` reduce the buckets."""
         if isinstance(self.queue.reduction, CommHook):
-            raise self.failed(StateError(messages.HOOK_TWICE))
+            calls = ["register_comm_hook", "register_builtin_comm_hook"]
+            if isinstance(hook, BuiltinHook):
+                calls.reverse()  # torch names the one that was called first
+            raise self.failed(StateError(messages.HOOK_TWICE.format(" or ".join(calls))))
         if self.phase is not Phase.IDLE and self.phase is not Phase.ARMED:
             raise self.failed(StateError(messages.HOOK_IN_BACKWARD))
         self.layout.trailer_apart = True
