@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -47,7 +48,8 @@ class BufferHook:
 
     def run(self, buffers: dict[str, Tensor]) -> list[Any]:
         """Call it; what it returns has to be waited for at the end of the backward."""
-        return list(self.hook(self.state, buffers) or ())
+        with torch.no_grad():
+            return list(self.hook(self.state, buffers) or ())
 
 
 class BufferSync:

@@ -19,7 +19,7 @@ from gradsync.ddp.autograd import in_backward
 from gradsync.ddp.buffers import BufferHook
 from gradsync.ddp.comm_hook import BuiltinHook, CommHook, Hook, Portable, check_hook
 from gradsync.ddp.delayed import DelayedReduction
-from gradsync.ddp.join import DDPJoinHook
+from gradsync.ddp.join import DDPJoinHook, UnevenInputs
 from gradsync.ddp.surface import TorchSurface
 from gradsync.ddp.traced import TracedReduction
 from gradsync.errors import ArgumentError, HookTypeError, StateError
@@ -35,6 +35,7 @@ class Features(TorchSurface, Joinable):
     buffer_hook: BufferHook | None
     _traced: TracedReduction | None = None
     _divide_by_initial_world_size: bool
+    _had_uneven_inputs = False  # has been in a join context
     _plain_state_dict: bool
     _passthrough: bool
     _delayed: DelayedReduction | None
@@ -146,7 +147,7 @@ class Features(TorchSurface, Joinable):
         >>> ddp.module.bias.grad
         tensor([8., 8.])
         """
-        return Join(
+        return UnevenInputs(
             [self],
             enable,
             throw_on_early_termination,

@@ -6,11 +6,12 @@ it: the same collectives in the same order, with zeros for gradients. At the end
 model of the last one to join.
 """
 
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join, JoinHook
+from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 
 from gradsync.ddp.collectives import wait
 
@@ -24,28 +25,70 @@ class DDPJoinHook(JoinHook):
     def __init__(self, ddp: "DistributedDataParallel", *, divide_by_initial: bool) -> None:
         self._ddp = ddp
         ddp._divide_by_initial_world_size = divide_by_initial
+        ddp._had_uneven_inputs = True
 
     def main_hook(self) -> None:
         """Mirror one forward and backward of the ranks that go on."""
         ddp = self._ddp
-        ddp.reducer.raise_deferred()
-        if ddp._has_buffers and ddp._syncs_buffers_before_forward():
-            ddp._sync_module_buffers(common_rank(ddp, candidate=False))
-        reduces = tell_whether_reduced(ddp, False)
+        reduces = ranks_that_reduce(ddp, mine=False) > 0
+        if reduces:
+            ddp.reducer.raise_deferred()
+        futures = self._sync_buffers()
         ddp.require_forward_param_sync = reduces
         if reduces:
             ddp.reducer.shadow()
+        for future in futures:
+            future.wait()
+
+    def _sync_buffers(self) -> list[Any]:
+        """As the forward does it; before or after it is the same to a rank that has none."""
+        ddp = self._ddp
+        if not ddp.will_sync_module_buffers():
+            return []
+        if ddp.buffer_hook is not None:
+            return ddp.buffer_hook.run(ddp.named_module_buffers)
+        ddp._sync_module_buffers(common_rank(ddp, candidate=False))
+        return []
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Take the model of the last rank to join."""
+        """Take the model of the last rank to join, and leave the context."""
         self._ddp._sync_final_model(is_last_joiner)
+        leave(self._ddp)
+
+
+class UnevenInputs(Join):
+    """``Join`` for one DDP module, which it leaves as it was also after an error.
+
+    torch's own leaves its module in the context for ever: each later forward is announced to ranks
+    that have joined, and a forward on one rank alone waits for the others.
+    """
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            super().__exit__(kind, error, traceback)
+        finally:
+            for ddp in self._joinables:
+                leave(ddp)  # type: ignore[arg-type]
+
+
+def leave(ddp: "DistributedDataParallel") -> None:
+    """Let the forwards of ``ddp`` be announced to nobody, and divide by all ranks again."""
+    ddp._join_config = _JoinConfig.construct_disabled_join_config()
+    ddp.reducer.divide_by(ddp.process_group.size())
 
 
 def begin_forward(ddp: "DistributedDataParallel") -> None:
     """This rank goes on; raises if another has run out of inputs and that is to end training."""
-    work = Join.notify_join_context(ddp)
-    if work is not None and not ddp._divide_by_initial_world_size:
-        ddp.reducer.divide_by(work)
+    Join.notify_join_context(ddp)
+    reduces = ddp._asks_for_reduction()
+    ranks = ranks_that_reduce(ddp, mine=reduces)
+    if reduces and not ddp._divide_by_initial_world_size:
+        ddp.reducer.divide_by(ranks)
 
 
 def common_rank(ddp: "DistributedDataParallel", *, candidate: bool) -> int:
@@ -56,10 +99,10 @@ def common_rank(ddp: "DistributedDataParallel", *, candidate: bool) -> int:
     return int(rank)
 
 
-def tell_whether_reduced(ddp: "DistributedDataParallel", mine: bool) -> bool:
-    """Tell the ranks that have joined whether a backward is to be mirrored; is it?"""
-    reduced = torch.full((1,), float(mine), device=ddp.device)
+def ranks_that_reduce(ddp: "DistributedDataParallel", *, mine: bool) -> int:
+    """Tell the ranks that have joined whether a backward is to be mirrored; on how many is it?"""
+    ranks = torch.full((1,), float(mine), device=ddp.device)
     group = ddp.process_group
-    work = dist.all_reduce(reduced, group=group, async_op=True)
+    work = dist.all_reduce(ranks, group=group, async_op=True)
     wait(work, group, lambda: "the agreement on whether this step is reduced (join)")
-    return bool(reduced.item())
+    return int(ranks.item())

@@ -68,7 +68,7 @@ def logging_data(ddp: "DistributedDataParallel") -> dict[str, Any]:
         }
     for hook, _ in ddp._comm_hooks:
         data["comm_hook"] = name_of(hook)
-    if ddp._join_config.enable:
+    if ddp._had_uneven_inputs:
         data["join_uneven_inputs"] = True
     if reducer.arrival_order:
         data["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, reducer.arrival_order))

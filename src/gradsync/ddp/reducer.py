@@ -31,7 +31,7 @@ from gradsync.ddp.autograd import (
 )
 from gradsync.ddp.bucket import Bucket, Slot
 from gradsync.ddp.clock import StepClock
-from gradsync.ddp.collectives import Work, broadcast, wait
+from gradsync.ddp.collectives import broadcast, wait
 from gradsync.ddp.comm_hook import BuiltinHook, CommHook, GradBucket, Hook, sum_hook
 from gradsync.ddp.layout import Layout, ReducerOptions
 from gradsync.ddp.queue import BucketQueue
@@ -111,7 +111,6 @@ class Reducer:
         self._unreached = Unreached()
         self._incidents = Incident(0)
         self._ends_locally = False  # on_backward_end is scheduled
-        self._active_ranks: Work = None  # a sum on its way, of what to divide by
         # from step to step
         self._forwards = 0  # since the last reduction
         self._outputs_seen = False  # of the last forward that armed us
@@ -170,9 +169,9 @@ class Reducer:
         self.queue.install(self.layout.initial(with_usage=self._with_usage))
         self._arm()
 
-    def divide_by(self, ranks: Work) -> None:
-        """The next step is divided by the sum that ``ranks`` is waiting for."""
-        self._active_ranks = ranks
+    def divide_by(self, ranks: int) -> None:
+        """The next step is divided by this and not by the number of ranks."""
+        self.queue.set_divisor(ranks)
 
     def reset(self, group: dist.ProcessGroup) -> None:
         """Start anew with ``group``: what was learned, and a step under way, are forgotten."""
@@ -377,10 +376,6 @@ class Reducer:
             self.on_backward_end()
 
     def _await_end(self) -> None:
-        if self._active_ranks is not None:
-            self._active_ranks.wait()
-            self.queue.set_divisor(self._active_ranks.result()[0].item())
-            self._active_ranks = None
         self.phase = Phase.BACKWARD
         EndOfBackward.schedule(self.finalize, self._abandon)
         if in_compiled_autograd():
@@ -584,7 +579,6 @@ class Reducer:
         self._incidents = Incident(0)
         self._forwards = 0
         self.also_wait_for = []
-        self._active_ranks = None
         self.phase = Phase.IDLE
         self._arm()
         self.queue.set_divisor(self.world)

@@ -191,7 +191,7 @@ class DistributedDataParallel(Features):
             self._build_reducer()
         if init_sync:
             self._verify_same_model()
-            self._sync_module_states(0)
+            self._sync_module_states(0, buffers=self._init_sync_buffers)
         if mixed_precision is not None:
             parameters = self._module_parameters
             buffers = self.named_module_buffers
@@ -250,7 +250,7 @@ class DistributedDataParallel(Features):
     def _verify_same_model(self) -> None:
         verify_same_model(
             self.process_group,
-            self._synced_tensors(),
+            self._synced_tensors(buffers=self._init_sync_buffers),
             {slot.name for slot in self.reducer.slots if slot.sparse},
             {
                 "bucket_cap_mb": _plain(self._caps[0]),
@@ -264,17 +264,17 @@ class DistributedDataParallel(Features):
             },
         )
 
-    def _synced_tensors(self) -> list[tuple[str, Tensor]]:
-        """What construction makes equal on all ranks, by name."""
-        buffers = self.named_module_buffers if self._init_sync_buffers else {}
-        return [*self._managed_parameters(), *self._delayed_parameters, *buffers.items()]
+    def _synced_tensors(self, *, buffers: bool) -> list[tuple[str, Tensor]]:
+        """What has to be equal on all ranks, by name."""
+        more = self.named_module_buffers if buffers else {}
+        return [*self._managed_parameters(), *self._delayed_parameters, *more.items()]
 
-    def _sync_module_states(self, source: int) -> None:
-        """Overwrite parameters and buffers with those of rank ``source``."""
+    def _sync_module_states(self, source: int, *, buffers: bool) -> None:
+        """Overwrite parameters, and buffers if asked to, with those of rank ``source``."""
         if self.process_group.size() > 1:
             Broadcaster(self.broadcast_bucket_size).run(
                 self.process_group,
-                [tensor for _, tensor in self._synced_tensors()],
+                [tensor for _, tensor in self._synced_tensors(buffers=buffers)],
                 source,
                 lambda: f"the broadcast of the model from rank {source}",
             )
@@ -282,7 +282,7 @@ class DistributedDataParallel(Features):
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         """All ranks have joined: take the model of the last one to do so."""
         self._authoritative_rank = join.common_rank(self, candidate=is_last_joiner)
-        self._sync_module_states(self._authoritative_rank)
+        self._sync_module_states(self._authoritative_rank, buffers=self.forward_sync_buffers)
 
     # ---------------------------------------------------------------- forward
 
@@ -497,15 +497,18 @@ class DistributedDataParallel(Features):
         """
         if self._precision is not None:
             self._precision.leave()
-        kinds = [(param.dtype, param.device) for param in self._module_parameters]
+        kinds = [(param.dtype, param.device) for param in self.module.parameters()]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self._precision is not None:
             self._precision.refresh(self.named_module_buffers)
-        if kinds != [(param.dtype, param.device) for param in self._module_parameters]:
+        if kinds != [(param.dtype, param.device) for param in self.module.parameters()]:
+            if self._delayed is not None:
+                self._delayed.remove()
+                self._delay_reduction()
             before = self.reducer
             self._build_reducer()
             self.reducer.take_over(before)
-            self.device = self.reducer.slots[0].param.device
+            self.device = next(self.module.parameters()).device
         return self
 
     def _set_static_graph(self) -> None:
