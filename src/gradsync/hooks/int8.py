@@ -86,7 +86,7 @@ class Int8(Hook):
             received = [Parcel(part, self.block, answer.origin, plan.residual) for part in parts]
             mean = torch.empty_like(plan.residual)
             for chunk in mine:
-                chunk.of(mean).copy_(_mean(received, chunk))
+                _mean(received, chunk, chunk.of(mean))
                 answer.fill(mean, chunk)
             answer.clear_undefined(mean)
             start, stop = answer.origin, answer.origin + answer.integers.numel()
@@ -95,7 +95,11 @@ class Int8(Hook):
             yield Round(work, last=True)
             senders = [plan.parcels(parts)]
         for chunk in plan.chunks:
-            chunk.put(_mean([shares[chunk.share] for shares in senders], chunk), buffer)
+            received = [sender[chunk.share] for sender in senders]
+            place = chunk.place(buffer, plan.residual.dtype)
+            mean = _mean(received, chunk, place)
+            if place is None:
+                chunk.put(mean, buffer)
 
     def state_dict(self) -> dict[str, Any]:
         """See `Hook.state_dict`.
@@ -184,6 +188,15 @@ class _Chunk:
         for rows in self.rows:
             gradients, blocks = rows.both(buffer, residual, 0)
             blocks.add_(gradients)
+
+    def place(self, buffer: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Its part of the buffer, if it is in one piece and of that dtype."""
+        only = self.rows[0] if len(self.rows) == 1 else None
+        size = self.stop - self.start
+        if only is None or only.count * only.first.size != size or only.distance != only.first.size:
+            return None
+        start = only.first.start
+        return buffer[start : start + size] if buffer.dtype == dtype else None
 
     def put(self, values: Tensor, buffer: Tensor) -> None:
         """Make ``values``, which are those of this chunk, the gradients."""
@@ -326,13 +339,14 @@ def _quantise(blocks: Tensor, scales: Tensor, integers: Tensor) -> None:
     blocks.addcmul_(scratch, scales, value=-1)
 
 
-def _mean(parcels: Sequence[Parcel], chunk: _Chunk) -> Tensor:
+def _mean(parcels: Sequence[Parcel], chunk: _Chunk, out: Tensor | None = None) -> Tensor:
     """The mean of what the parcels hold in the chunk, added in the order of the ranks."""
-    total: Tensor | None = None
-    for parcel in parcels:
+    scales, integers = parcels[0].part(chunk)
+    if out is None:
+        out = scales.new_empty(integers.numel())
+    total = out.view(integers.shape)
+    total.copy_(integers).mul_(scales / len(parcels))
+    for parcel in parcels[1:]:
         scales, integers = parcel.part(chunk)
-        scales = scales / len(parcels)
-        values = integers.to(scales.dtype)
-        total = values.mul_(scales) if total is None else total.addcmul_(values, scales)
-    assert total is not None
-    return total.view(-1)
+        total.addcmul_(integers.to(total.dtype), scales / len(parcels))
+    return out
