@@ -221,6 +221,25 @@ def test_several_dtypes(pool: WorkerPool) -> None:
     pool.run(run, ranks=2, **LIMIT)
 
 
+def test_the_dtype_can_change_later(pool: WorkerPool) -> None:
+    def run(rank: int, world: int) -> None:
+        for names in (("second.weight", "last.bias"), EVERYTHING):
+            ddp = delayed(seeded(Net), names, "first.weight")
+            loss_of(ddp(batch(0, rank))).backward()
+            ddp.double()
+            for _ in range(2):
+                loss_of(ddp(batch(1, rank).double())).backward()
+            single = seeded(Net)
+            loss_of(single(joined(0, world))).backward()
+            single.double()
+            for _ in range(2):
+                loss_of(single(joined(1, world).double())).backward()
+            for mine, its in zip(ddp.parameters(), single.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, its.grad, rtol=1e-5, atol=1e-6)
+
+    pool.run(run, ranks=2, **LIMIT)
+
+
 def test_a_trigger_inside_a_checkpoint(pool: WorkerPool) -> None:
     class Recomputes(Net):
         reentrant = True

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +31,8 @@ pytestmark = pytest.mark.timeout(60)
 
 LIMIT = {"timeout": 40.0, "group_timeout": 15.0}
 LOW = (torch.bfloat16, torch.float16)
+
+Step = Callable[[nn.Module, Tensor, int], None]
 
 # How far a gradient may be from that of float32, as a part of its norm.
 CLOSE = {torch.bfloat16: 4e-2, torch.float16: 6e-3}
@@ -61,7 +65,11 @@ def seeded(make: Callable[[], nn.Module] = Net) -> nn.Module:
 
 
 def low_gradients(
-    weights: dict[str, Tensor], config: MixedPrecision, step: int, world: int
+    weights: dict[str, Tensor],
+    config: MixedPrecision,
+    step: int,
+    world: int,
+    way: Step | None = None,
 ) -> dict[str, Tensor]:
     """What the gradients must be, bitwise for two ranks: each rank's in the low dtype, averaged."""
     total: dict[str, Tensor] = {}
@@ -72,7 +80,7 @@ def low_gradients(
         net.to(config.param_dtype)
         if config.buffer_dtype is not None:
             net.offset = net.offset.to(config.buffer_dtype)
-        loss_of(net(batch(step, rank).to(config.param_dtype))).backward()
+        (way or plain)(net, batch(step, rank).to(config.param_dtype), step)
         for name, param in net.named_parameters():
             assert param.grad is not None
             part = param.grad.to(reduced_in) * (1 / world)
@@ -105,7 +113,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 def follow_float32(
     rank: int,
     world: int,
-    step: Callable[[nn.Module, Tensor, int], None],
+    step: Step,
     make: Callable[[], nn.Module] = Net,
     *,
     dtype: torch.dtype = torch.bfloat16,
@@ -538,6 +546,81 @@ def test_a_backward_through_an_outdated_graph_is_refused_on_all_ranks(pool: Work
         plain(ddp, batch(2, rank), 2)
         for name, gradient in grads(ddp).items():
             assert torch.equal(gradient, expected[name]), name
+
+    pool.run(run, ranks=2, **LIMIT)
+
+
+def test_gradients_of_gradients_and_outputs_that_cannot_be_seen(pool: WorkerPool) -> None:
+    class Box:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor
+
+    class Hides(Net):
+        def forward(self, x: Tensor) -> Any:
+            return Box(super().forward(x))
+
+    def hidden(model: nn.Module, x: Tensor, _index: int) -> None:
+        loss_of(model(x).tensor).backward()
+
+    def penalty(model: nn.Module, x: Tensor, _index: int) -> None:
+        x = x.clone().requires_grad_()
+        output = model(x)
+        (slope,) = torch.autograd.grad(output.float().sum(), x, create_graph=True)
+        (loss_of(output) + slope.float().square().sum(1).mean()).backward()
+
+    def run(rank: int, world: int) -> None:
+        for views in (False, True):
+            follow_float32(rank, world, hidden, Hides, gradient_as_bucket_view=views)
+            ddp = DDP(seeded(), mixed_precision=bf16(), gradient_as_bucket_view=views)
+            for step in range(2):
+                ddp.zero_grad()
+                expected = low_gradients(weights_of(ddp), bf16(), step, world, penalty)
+                penalty(ddp, batch(step, rank), step)
+                assert_full(ddp)
+                for name, gradient in grads(ddp).items():
+                    assert torch.equal(gradient, expected[name]), name
+        ddp = DDP(seeded(), mixed_precision=bf16())
+        torch.autograd.grad(loss_of(ddp(batch(0, rank))), list(ddp.parameters()))
+        assert_full(ddp)
+
+    pool.run(run, ranks=2, **LIMIT)
+
+
+def test_a_scaled_loss_and_clipping_find_full_gradients(pool: WorkerPool) -> None:
+    def run(rank: int, world: int) -> None:
+        ddp = DDP(seeded(), mixed_precision=MixedPrecision(torch.float16, torch.float32))
+        optimizer = sgd(ddp.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        single = Net()
+        for step in range(3):
+            single.load_state_dict(weights_of(ddp))
+            single.zero_grad()
+            loss_of(single(torch.cat([batch(step, r) for r in range(world)]))).backward()
+            optimizer.zero_grad()
+            scaler.scale(loss_of(ddp(batch(step, rank)))).backward()
+            scaler.unscale_(optimizer)
+            assert_close(grads(ddp), grads(single), 6e-3, f"step {step}")
+            nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        assert_equal_on_all_ranks(ddp.parameters())
+
+    pool.run(run, ranks=2, **LIMIT)
+
+
+def test_the_low_copies_are_freed_with_the_step(pool: WorkerPool) -> None:
+    def run(rank: int, world: int) -> None:
+        ddp = DDP(seeded(), mixed_precision=bf16())
+        output = ddp(batch(0, rank))
+        low = weakref.ref(ddp.module.scale._mp_param)
+        assert low().dtype == torch.bfloat16
+        loss_of(output).backward()
+        gc.disable()  # without cycles for it to find
+        try:
+            del output
+            assert low() is None
+        finally:
+            gc.enable()
 
     pool.run(run, ranks=2, **LIMIT)
 

@@ -93,11 +93,13 @@ class DelayedReduction:
             self._buffers.append(buffer)
         self._is_due = False  # at the end of this backward
         self._sees_end = False
-        self._watch = GradientWatch(trigger, lambda *_: self._triggered())
+        self._watch: GradientWatch | None = GradientWatch(trigger, lambda *_: self._triggered())
 
     def remove(self) -> None:
         """Let go of the parameters."""
-        self._watch.remove()
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
 
     def after_forward(self, outputs: object) -> None:
         """Let gradients gather in the buffer; those that were dropped begin at zero."""
@@ -110,7 +112,7 @@ class DelayedReduction:
 
     def _begin(self) -> None:
         """A backward has come to the outputs. Should it raise, peers still wait for us."""
-        self._is_due |= self._watch.will_fire()
+        self._is_due |= self._watch is not None and self._watch.will_fire()
         self._await_end()
 
     def _triggered(self) -> None:
