@@ -34,16 +34,9 @@ from gradsync.ddp.clock import StepClock
 from gradsync.ddp.collectives import broadcast, wait
 from gradsync.ddp.comm_hook import BuiltinHook, CommHook, GradBucket, Hook, sum_hook
 from gradsync.ddp.layout import Layout, ReducerOptions
-from gradsync.ddp.queue import BucketQueue
-from gradsync.ddp.rollcall import (
-    Incident,
-    RollCall,
-    Statement,
-    has_incident,
-    usage_counts,
-    write_trailer,
-)
-from gradsync.ddp.usage import Unreached, find_unreached, settle_unused, used_here
+from gradsync.ddp.report import StepReport
+from gradsync.ddp.rollcall import Incident
+from gradsync.ddp.usage import find_unreached, settle_unused
 from gradsync.ddp.verdicts import Verdicts
 from gradsync.errors import CollectiveError, GraphChangedError, ReadyTwiceError, StateError
 
@@ -93,7 +86,8 @@ class Reducer:
             for index, ((name, param), is_sparse) in enumerate(zip(parameters, sparse, strict=True))
         ]
         self.options = options
-        self.queue = BucketQueue(options, self._fill_tail)
+        self.report = StepReport(self.slots, options)
+        self.queue = self.report.queue
         self.layout = Layout(self.slots, self.queue.packing, options)
         self.layout.static_graph = static_graph
         self.on_backward_end: Callable[[], None] | None = None
@@ -108,14 +102,11 @@ class Reducer:
         # of this step
         self._arrivals: list[Slot] = []  # in the order of their gradients
         self._awaited = 0  # gradients to come, where that is known
-        self._unreached = Unreached()
-        self._incidents = Incident(0)
         self._ends_locally = False  # on_backward_end is scheduled
         # from step to step
-        self._forwards = 0  # since the last reduction
         self._outputs_seen = False  # of the last forward that armed us
         self._order: list[int] | None = None  # of the first step's gradients, for the rebuild
-        self._used_anywhere: list[bool] | None = None  # what a static graph uses, once known
+        self._used_anywhere: Sequence[bool] | None = None  # what a static graph uses, once known
         self._unused_before: list[Slot] | None = None
         self._frozen: list[Slot] = []
         self._verdicts = Verdicts()
@@ -205,9 +196,9 @@ class Reducer:
 
     def take_over(self, old: "Reducer") -> None:
         """Go on where ``old`` has been, with other parameters."""
-        self.queue.step, self._forwards = old.step, old._forwards
+        self.queue.step, self.report.forwards = old.step, old.report.forwards
         self.queue.clock = old.clock
-        self._incidents = old._incidents
+        self.report.incidents = old.report.incidents
         if isinstance(old.queue.reduction, CommHook):
             self.register_hook(old.queue.reduction.hook, old.queue.reduction.state)
         unsynced = {slot.param for slot in old.slots if slot.used_unsynced}
@@ -261,9 +252,9 @@ class Reducer:
             self.rebuild()
         if self._frozen:
             self._thaw()
-        if not self._forwards:
+        if not self.report.forwards:
             self.queue.allocate()  # before the forward fills the memory
-        self._forwards += 1
+        self.report.forwards += 1
         self.clock.begin_forward()
 
     def raise_deferred(self) -> None:
@@ -274,7 +265,7 @@ class Reducer:
 
     def forward_failed(self) -> None:
         """A forward raised. If no other rank's did, the ranks are out of step now."""
-        self._incidents |= Incident.FORWARD_FAILED
+        self.report.incidents |= Incident.FORWARD_FAILED
 
     def prepare(self, outputs: object) -> None:
         """After a forward whose gradients will be reduced: the next backward is ours."""
@@ -417,11 +408,6 @@ class Reducer:
         if self.phase is Phase.NESTED and self.queue.all_full:
             self._await_end()
 
-    def _fill_tail(self, tail: Tensor) -> None:
-        """Write what this rank reports of the step."""
-        used = used_here(self.slots, self.buckets) if tail.numel() > 1 else None
-        write_trailer(tail, incident=bool(self._incidents), used=used)
-
     def _abandon(self) -> None:
         """The backward raised: end the step as far as the other ranks are concerned."""
         if self.phase is Phase.IDLE:
@@ -437,10 +423,10 @@ class Reducer:
 
     def _give_up(self) -> None:
         """Peers wait for the buckets that we have not sent: send zeros, and say so."""
-        self._incidents |= Incident.ABANDONED
+        self.report.incidents |= Incident.ABANDONED
         self.queue.send_zeros()
         if not self.queue.alone:
-            self._call_roll().wait()
+            self.report.call_roll()
 
     def shadow(self) -> None:
         """Take part in a step of the other ranks with nothing of our own."""
@@ -456,12 +442,12 @@ class Reducer:
 
     def _shadow_step(self) -> None:
         self.queue.send_zeros()
-        statements = self._hear_statements()
+        statements = self.report.hear()
         error = self._verdicts.judge(self.rank, self.step, statements, self.slots)
         if error is not None:
             raise self.failed(error)
         if self._learning:
-            self._used_anywhere = self._usage(statements)
+            self._used_anywhere = self.report.used_anywhere(statements, None)
             self._order = self._observed_order()
         elif self.layout.will_rebuild and not self.has_rebuilt:
             self._order = self._observed_order()
@@ -475,7 +461,7 @@ class Reducer:
         for slot in self.slots:
             slot.used_unsynced = slot.param.grad is not None
             if not slot.used_unsynced:
-                self._incidents |= Incident.PARTIAL
+                self.report.incidents |= Incident.PARTIAL
         self._finalize(self._reduce_rest)
 
     # ---------------------------------------------------------------- end of backward
@@ -512,9 +498,11 @@ class Reducer:
             future.wait()
         self.clock.reduced = self.clock.now()
         self.buckets_reduced = self.queue.reduced
-        statements = self._hear_statements()
-        if self._unreached.stale or any(bucket.missing for bucket in self.buckets):
-            settle_unused(self.buckets, self._unreached.stale, self._usage(statements))
+        statements = self.report.hear()
+        stale = self.report.unreached.stale
+        if stale or any(bucket.missing for bucket in self.buckets):
+            used = self.report.used_anywhere(statements, self._used_anywhere)
+            settle_unused(self.buckets, stale, used)
             self.queue.settle_missing()
         self.clock.end_step()
         error = self._verdicts.judge(self.rank, self.step, statements, self.slots)
@@ -522,7 +510,7 @@ class Reducer:
             raise self.failed(error)
 
     def _look_for_unused(self) -> None:
-        self._unreached = found = find_unreached(self.slots)
+        self.report.unreached = found = find_unreached(self.slots)
         if not self.static_graph:
             for slot in found.frozen:
                 slot.due = 0
@@ -531,34 +519,18 @@ class Reducer:
                 slot.bucket.release(slot)
             self._frozen = found.frozen
         if found.unused and not self.options.find_unused and not self._learning:
-            self._incidents |= Incident.UNUSED
-
-    def _hear_statements(self) -> list[Statement]:
-        """What the ranks say, if any of them has something to report."""
-        if self.queue.alone:
-            return [self._statement()] if self._incidents else []
-        return self._call_roll().wait() if has_incident(self.queue.tail) else []
-
-    def _usage(self, statements: Sequence[Statement]) -> list[bool]:
-        """For each parameter, whether any rank used it in this step."""
-        if self.queue.alone:
-            return used_here(self.slots, self.buckets)
-        if self.buckets[-1].extra > 1:
-            return [count > 0 for count in usage_counts(self.queue.tail).tolist()]
-        if statements:
-            return [any(flags) for flags in zip(*(s.used for s in statements), strict=True)]
-        return self._used_anywhere or used_here(self.slots, self.buckets)
+            self.report.incidents |= Incident.UNUSED
 
     def _remember(self) -> None:
         """Keep what later steps need to know of this one."""
-        unused = self.unused = self._unreached.unused
+        unused = self.unused = self.report.unreached.unused
         if self._arrivals:
             self.arrival_order = [slot.index for slot in self._arrivals]
         if self._unused_before is not None and unused != self._unused_before:
             self.graph_is_static = False
         self._unused_before = unused
         if self._learning:
-            self._used_anywhere = self._usage([])
+            self._used_anywhere = self.report.used_anywhere([], None)
             self._order = self._observed_order()
             for slot in self.slots:
                 slot.due = slot.fires
@@ -575,9 +547,7 @@ class Reducer:
     def _end_step(self) -> None:
         for slot in self.slots:
             slot.used_unsynced = False
-        self._unreached = Unreached()
-        self._incidents = Incident(0)
-        self._forwards = 0
+        self.report.clear()
         self.also_wait_for = []
         self.phase = Phase.IDLE
         self._arm()
@@ -586,18 +556,6 @@ class Reducer:
             self.on_backward_end()
 
     # ---------------------------------------------------------------- what is told
-
-    def _statement(self) -> Statement:
-        unused = {slot.index for slot in self._unreached.unused}
-        return Statement(
-            self._incidents,
-            self._forwards,
-            used_here(self.slots, self.buckets),
-            [index in unused for index in range(len(self.slots))],
-        )
-
-    def _call_roll(self) -> RollCall:
-        return RollCall(self.group, self.buckets[0].device, self._statement(), self.step)
 
     def failed(self, error: Exception) -> Exception:
         """Remember ``error`` for the logging data, and hand it back to be raised."""
@@ -612,8 +570,9 @@ class Reducer:
 
     def _get_local_used_map(self) -> Tensor:
         """For torch's callers: how many ranks used each parameter, where that is looked for."""
-        if self.buckets[-1].extra > 1 and not self.queue.alone:
-            return usage_counts(self.queue.tail)
+        counts = self.report.usage_counts()
+        if counts is not None:
+            return counts
         return torch.zeros(len(self.slots), dtype=torch.int32)
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> "torch.futures.Future[Tensor]":
