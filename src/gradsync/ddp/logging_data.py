@@ -4,7 +4,6 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from gradsync.ddp.clock import Sample
 from gradsync.ddp.comm_hook import name_of
@@ -44,7 +43,7 @@ def logging_data(ddp: "DistributedDataParallel") -> dict[str, Any]:
         "num_parameter_tensors": len(params),
         "bucket_sizes": sizes,
         "unused_parameter_size": sum(slot.nbytes for slot in reducer.unused),
-        "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in ddp.module.modules())),
+        "has_sync_bn": int(any(type(m).__name__ == "SyncBatchNorm" for m in ddp.module.modules())),
         "has_rebuilt_buckets": int(reducer.has_rebuilt),
         "num_buckets_reduced": reducer.buckets_reduced,
         "can_set_static_graph": reducer.graph_is_static and reducer.step > 0,
