@@ -36,7 +36,7 @@ class _Cast(Hook):
             )
             parts, work = wire.share(group, mine.copy_(buffer), theirs)
             yield Round(work, last=True)
-            _mean(parts, buffer)
+            _mean(parts, buffer, self._sums(bucket, buffer))
             return
         share = -(-buffer.numel() // world)
         shards = buffer.new_zeros(world * share, dtype=self.dtype)
@@ -44,11 +44,15 @@ class _Cast(Hook):
         parts, work = wire.deal(group, shards)
         yield Round(work, last=False)
         mean = torch.empty_like(parts[0])
-        _mean(parts, mean)
+        _mean(parts, mean, self._sums(bucket, buffer))
         parts, work = wire.share(group, mean)
         yield Round(work, last=True)
         for part, place in zip(parts, buffer.split(share), strict=False):
             place.copy_(part[: place.numel()])
+
+    def _sums(self, bucket: GradBucket, buffer: Tensor) -> Tensor:
+        size = 2 * min(_CHUNK, buffer.numel())
+        return self.scratch(bucket, "sums", size, compute_dtype(buffer.dtype), buffer.device)
 
 
 class BF16(_Cast):
@@ -80,16 +84,16 @@ class FP16(_Cast):
     dtype = torch.float16
 
 
-def _mean(parts: Sequence[Tensor], out: Tensor) -> None:
-    """The mean of the parts, added in the order of the ranks so that all get the same bits."""
-    dtype = compute_dtype(out.dtype)
-    total = out.new_empty(min(_CHUNK, out.numel()), dtype=dtype)
-    addend = torch.empty_like(total)
+def _mean(parts: Sequence[Tensor], out: Tensor, sums: Tensor) -> None:
+    """The mean of the parts, added in the order of the ranks so that all get the same bits.
+
+    ``sums`` is memory to add in.
+    """
     for start, stop in _chunks(out.numel()):
         first, *others = (part[start:stop] for part in parts)
-        total, addend = total[: stop - start], addend[: stop - start]
+        total, addend = sums[: stop - start], sums[-(stop - start) :]
         total.copy_(first)
-        if len(parts) == 2 and dtype == out.dtype:  # the middle of two, in one pass
+        if len(parts) == 2 and sums.dtype == out.dtype:  # the middle of two, in one pass
             torch.lerp(total, addend.copy_(others[0]), 0.5, out=out[start:stop])
             continue
         for other in others:

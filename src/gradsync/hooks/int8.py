@@ -68,6 +68,7 @@ class Int8(Hook):
             self.scratch(bucket, role, size, torch.uint8, buffer.device)
             for role in ("mine", "theirs")
         )
+        spare = self.scratch(bucket, "spare", 2 * plan.longest, plan.residual.dtype, buffer.device)
         parcels = plan.parcels(message.chunk(shares))
         for chunk in plan.chunks:
             chunk.add(buffer, plan.residual)
@@ -86,7 +87,7 @@ class Int8(Hook):
             received = [Parcel(part, self.block, answer.origin, plan.residual) for part in parts]
             mean = torch.empty_like(plan.residual)
             for chunk in mine:
-                _mean(received, chunk, chunk.of(mean))
+                _mean(received, chunk, chunk.of(mean), spare)
                 answer.fill(mean, chunk)
             answer.clear_undefined(mean)
             start, stop = answer.origin, answer.origin + answer.integers.numel()
@@ -97,8 +98,11 @@ class Int8(Hook):
         for chunk in plan.chunks:
             received = [sender[chunk.share] for sender in senders]
             place = chunk.place(buffer, plan.residual.dtype)
-            mean = _mean(received, chunk, place)
-            if place is None:
+            if place is not None:
+                _mean(received, chunk, place, spare)
+            else:
+                mean = spare[: chunk.stop - chunk.start]
+                _mean(received, chunk, mean, spare)
                 chunk.put(mean, buffer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -212,6 +216,11 @@ class _Plan:
     residual: Tensor  # 1D, whole blocks
     block: int
     chunks: list[_Chunk]
+
+    @property
+    def longest(self) -> int:
+        """The elements of the longest chunk."""
+        return max(chunk.stop - chunk.start for chunk in self.chunks)
 
     def parcels(self, parts: Sequence[Tensor]) -> list["Parcel"]:
         """What ``parts``, equal shares of the blocks, hold."""
@@ -339,14 +348,15 @@ def _quantise(blocks: Tensor, scales: Tensor, integers: Tensor) -> None:
     blocks.addcmul_(scratch, scales, value=-1)
 
 
-def _mean(parcels: Sequence[Parcel], chunk: _Chunk, out: Tensor | None = None) -> Tensor:
-    """The mean of what the parcels hold in the chunk, added in the order of the ranks."""
+def _mean(parcels: Sequence[Parcel], chunk: _Chunk, out: Tensor, spare: Tensor) -> None:
+    """The mean of what the parcels hold in the chunk, added in the order of the ranks.
+
+    The second half of ``spare`` is memory to work in.
+    """
     scales, integers = parcels[0].part(chunk)
-    if out is None:
-        out = scales.new_empty(integers.numel())
     total = out.view(integers.shape)
+    values = spare[-out.numel() :].view(integers.shape)
     total.copy_(integers).mul_(scales / len(parcels))
     for parcel in parcels[1:]:
         scales, integers = parcel.part(chunk)
-        total.addcmul_(integers.to(total.dtype), scales / len(parcels))
-    return out
+        total.addcmul_(values.copy_(integers), scales / len(parcels))
