@@ -2,148 +2,42 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import io
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from oracles import FEATURES, bare, batch, loss_of, no_sync, sgd
+from low_precision import (
+    LIMIT,
+    LOW,
+    Net,
+    Words,
+    assert_close,
+    assert_full,
+    bf16,
+    follow_float32,
+    grads,
+    low_gradients,
+    plain,
+    seeded,
+    weights_of,
+)
+from oracles import FEATURES, batch, loss_of, no_sync, sgd
 from replicas import assert_equal_on_all_ranks, caught
 from test_steps import AS_IN_ONE_PROCESS
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel.distributed import _MixedPrecision
-from torch.utils.checkpoint import checkpoint
 
-import gradsync
 from gradsync import ArgumentError, MixedPrecision, PeerStepError, StateError
 from gradsync import DistributedDataParallel as DDP
 from gradsync.testing import WorkerPool, count_collectives
 
 pytestmark = pytest.mark.timeout(60)
-
-LIMIT = {"timeout": 40.0, "group_timeout": 15.0}
-LOW = (torch.bfloat16, torch.float16)
-
-Step = Callable[[nn.Module, Tensor, int], None]
-
-# How far a gradient may be from that of float32, as a part of its norm.
-CLOSE = {torch.bfloat16: 4e-2, torch.float16: 6e-3}
-
-
-class Net(nn.Module):
-    """Operations that save a parameter itself for the backward, and one that saves a view."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(1, 3, 3, padding=1)
-        self.norm = nn.LayerNorm(FEATURES)
-        self.scale = nn.Parameter(torch.full((FEATURES,), 0.9))
-        self.last = nn.Linear(3 * FEATURES, 3)
-        self.register_buffer("offset", torch.full((FEATURES,), 0.25))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.conv(self.norm(x)[:, None]) + self.offset.to(x.dtype))
-        return self.last((x * self.scale).flatten(1))
-
-
-def bf16(**more: torch.dtype) -> MixedPrecision:
-    return MixedPrecision(param_dtype=torch.bfloat16, **more)
-
-
-def seeded(make: Callable[[], nn.Module] = Net) -> nn.Module:
-    torch.manual_seed(3)
-    return make()
-
-
-def low_gradients(
-    weights: dict[str, Tensor],
-    config: MixedPrecision,
-    step: int,
-    world: int,
-    way: Step | None = None,
-) -> dict[str, Tensor]:
-    """What the gradients must be, bitwise for two ranks: each rank's in the low dtype, averaged."""
-    total: dict[str, Tensor] = {}
-    reduced_in = config.reduce_dtype or config.param_dtype or torch.float32
-    for rank in range(world):
-        net = Net()
-        net.load_state_dict(weights)
-        net.to(config.param_dtype)
-        if config.buffer_dtype is not None:
-            net.offset = net.offset.to(config.buffer_dtype)
-        (way or plain)(net, batch(step, rank).to(config.param_dtype), step)
-        for name, param in net.named_parameters():
-            assert param.grad is not None
-            part = param.grad.to(reduced_in) * (1 / world)
-            total[name] = part if rank == 0 else total[name] + part
-    return {name: gradient.float() for name, gradient in total.items()}
-
-
-def assert_full(ddp: nn.Module, dtype: torch.dtype = torch.float32) -> None:
-    for name, param in bare(ddp).named_parameters():
-        assert param.dtype == dtype, f"{name} is {param.dtype}"
-        assert param.grad is None or param.grad.dtype == dtype, f"{name}.grad is {param.grad}"
-
-
-def assert_close(mine: dict[str, Tensor], its: dict[str, Tensor], limit: float, hint: str) -> None:
-    assert mine.keys() == its.keys(), hint
-    for name, value in its.items():
-        far = (mine[name] - value).norm() / value.norm().clamp(min=1e-3)
-        assert far < limit, f"{hint}: {name} is {far:g} of its norm away"
-
-
-def grads(model: nn.Module) -> dict[str, Tensor]:
-    named = bare(model).named_parameters()
-    return {n: p.grad.to_dense().clone() for n, p in named if p.grad is not None}
-
-
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in bare(model).state_dict().items()}
-
-
-def follow_float32(
-    rank: int,
-    world: int,
-    step: Step,
-    make: Callable[[], nn.Module] = Net,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    steps: int = 3,
-    set_to_none: bool = True,
-    hint: str = "",
-    before: Callable[[DDP], object] = lambda ddp: None,
-    **options: Any,
-) -> DDP:
-    """Train, and compare each gradient with that of one process in float32 at the same weights."""
-    options.setdefault("mixed_precision", MixedPrecision(dtype, torch.float32))
-    ddp = DDP(seeded(make), **options)
-    before(ddp)
-    optimizer = sgd(ddp.parameters())
-    for index in range(steps):
-        single = make()
-        single.load_state_dict(weights_of(ddp))
-        optimizer.zero_grad(set_to_none=set_to_none)
-        step(ddp, batch(index, rank), index)
-        step(single, torch.cat([batch(index, r) for r in range(world)]), index)
-        where = f"{hint or step.__name__}, step {index}"
-        assert_full(ddp)
-        assert_close(grads(ddp), grads(single), CLOSE[dtype], where)
-        assert_equal_on_all_ranks(grads(ddp).values())
-        optimizer.step()
-    return ddp
-
-
-def plain(model: nn.Module, x: Tensor, _index: int) -> None:
-    loss_of(model(x)).backward()
 
 
 # ------------------------------------------------------------------ dtypes
@@ -397,16 +291,6 @@ def test_frozen_and_shared_parameters_and_a_static_graph(pool: WorkerPool) -> No
                 assert_equal_on_all_ranks(grads(ddp).values())
 
     pool.run(run, ranks=2, **LIMIT)
-
-
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(10, 4, sparse=True)
-        self.last = nn.Linear(4, 2)
-
-    def forward(self, ids: Tensor, embed: bool = True) -> Tensor:
-        return self.last(self.embedding(ids) if embed else self.last.weight.repeat(2, 1))
 
 
 @pytest.mark.parametrize("low", LOW, ids=str)
@@ -717,287 +601,6 @@ def test_a_backward_that_raises_leaves_full_parameters_and_training_goes_on(
                 ddp.module.fails = True
                 caught(loss_of(ddp(batch(9, rank))).backward, ZeroDivisionError)
             assert_full(ddp)
-
-    pool.run(run, ranks=2, **LIMIT)
-
-
-# ------------------------------------------------------------------ together with others
-
-
-class Recomputed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.first = nn.Linear(FEATURES, FEATURES)
-        self.inner = Net()
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, self.first(x), use_reentrant=self.reentrant)
-
-
-def recompute_with_reentry() -> nn.Module:
-    return Recomputed(True)
-
-
-def recompute() -> nn.Module:
-    return Recomputed(False)
-
-
-def test_checkpoints_are_recomputed_in_the_low_dtype(pool: WorkerPool) -> None:
-    def over_all(model: nn.Module, x: Tensor, index: int) -> None:
-        """The whole wrapper is checkpointed."""
-        x = x.clone().requires_grad_()
-        loss_of(checkpoint(model, x, use_reentrant=index % 2 == 0)).backward()
-
-    def run(rank: int, world: int) -> None:
-        for views, make in itertools.product((False, True), (recompute, recompute_with_reentry)):
-            for static in (False, True):
-                follow_float32(
-                    rank,
-                    world,
-                    plain,
-                    make,
-                    gradient_as_bucket_view=views,
-                    static_graph=static,
-                    hint=f"{make.__name__} {views} {static}",
-                )
-        follow_float32(rank, world, over_all)
-
-    pool.run(run, ranks=2, **LIMIT)
-
-
-def test_a_hook_sees_the_reduce_dtype(pool: WorkerPool) -> None:
-    def run(rank: int, world: int) -> None:
-        seen = []
-
-        def hook(state, bucket):
-            seen.append(bucket.buffer().dtype)
-            return allreduce_hook(dist.group.WORLD, bucket)
-
-        for views, reduce in itertools.product((False, True), (torch.float32, torch.bfloat16)):
-            seen.clear()
-            follow_float32(
-                rank,
-                world,
-                plain,
-                mixed_precision=bf16(reduce_dtype=reduce),
-                gradient_as_bucket_view=views,
-                before=lambda ddp: ddp.register_comm_hook(None, hook),
-            )
-            assert set(seen) == {reduce}
-        for ours in (gradsync.hooks.BF16, gradsync.hooks.FP16):
-            follow_float32(
-                rank,
-                world,
-                plain,
-                before=lambda ddp, ours=ours: ddp.register_comm_hook(None, ours()),
-            )
-
-    pool.run(run, ranks=2, **LIMIT)
-
-
-def test_optimizers_in_backward_step_the_full_parameters(pool: WorkerPool) -> None:
-    def run(rank: int, world: int) -> None:
-        for options in (
-            {},
-            {"gradient_as_bucket_view": True},
-            {"static_graph": True},
-            {"find_unused_parameters": True},
-        ):
-            made = [
-                DDP(
-                    seeded(),
-                    mixed_precision=bf16(reduce_dtype=torch.float32),
-                    bucket_cap_mb=0.0002,
-                    **options,
-                )
-                for _ in range(2)
-            ]
-            mine, plain_one = made
-            mine.optimize_in_backward(torch.optim.Adam, lr=0.01)
-            optimizer = torch.optim.Adam(plain_one.parameters(), lr=0.01)
-            for step in range(4):
-                plain(mine, batch(step, rank), step)
-                optimizer.zero_grad()
-                plain(plain_one, batch(step, rank), step)
-                optimizer.step()
-                assert_full(mine)
-                assert not grads(mine)
-                for name, value in weights_of(plain_one).items():
-                    assert torch.equal(value, weights_of(mine)[name]), f"{options}: {name}"
-
-    pool.run(run, ranks=2, **LIMIT)
-
-
-def test_uneven_inputs_join(pool: WorkerPool) -> None:
-    def run(rank: int, world: int) -> None:
-        for make, inputs in ((Net, batch(0, rank)), (Words, torch.tensor([1, rank]))):
-            ddp = DDP(seeded(make), mixed_precision=bf16(reduce_dtype=torch.float32))
-            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-            with ddp.join():
-                for _ in range(2 + 2 * rank):
-                    optimizer.zero_grad()
-                    loss_of(ddp(inputs)).backward()
-                    assert_full(ddp)
-                    optimizer.step()
-            assert_full(ddp)
-            assert_equal_on_all_ranks(ddp.parameters())
-            assert not torch.equal(ddp.module.last.weight, seeded(make).last.weight)
-
-    pool.run(run, ranks=2, **LIMIT)
-
-
-def test_explicit_synchronisation_and_sums(pool: WorkerPool) -> None:
-    def run(rank: int, world: int) -> None:
-        config = bf16(reduce_dtype=torch.float32)
-        for reduce in ("mean", "sum"):
-            ddp = DDP(seeded(), mixed_precision=config, reduce=reduce)
-            expected = low_gradients(weights_of(ddp), config, 0, world)
-            with ddp.no_sync():
-                plain(ddp, batch(0, rank), 0)
-            ddp.sync_grads()
-            assert_full(ddp)
-            times = 1 if reduce == "mean" else world
-            for name, gradient in grads(ddp).items():
-                assert torch.equal(gradient, expected[name] * times), name
-
-    pool.run(run, ranks=2, **LIMIT)
-
-
-# ------------------------------------------------------------------ state
-
-
-def test_state_is_full_at_any_time_and_loads_back(pool: WorkerPool) -> None:
-    def run(rank: int, world: int) -> None:
-        low = torch.bfloat16
-        config = MixedPrecision(low, torch.float32, low)
-        for options in ({}, {"plain_state_dict": True}):
-            ddp = DDP(seeded(), mixed_precision=config, **options)
-            prefix = "" if options else "module."
-            before = copy.deepcopy(ddp.state_dict())
-            expected = low_gradients(weights_of(ddp), config, 0, world)
-            output = ddp(batch(0, rank))
-            between = ddp.state_dict()
-            inner = ddp.module.state_dict()
-            assert between.keys() == before.keys()
-            for name, value in between.items():
-                assert value.dtype == (torch.int64 if "calls" in name else torch.float32), name
-                assert torch.equal(value, before[name]), name
-                assert torch.equal(value, inner[name.removeprefix(prefix)]), name
-            loss_of(output).backward()  # through the convolution, after the state was taken
-            for name, gradient in grads(ddp).items():
-                assert torch.equal(gradient, expected[name]), name
-
-            # The state holds the parameters themselves, as it does without mixed precision.
-            torch.optim.SGD(ddp.parameters(), lr=0.1).step()
-            assert torch.equal(between[f"{prefix}scale"], ddp.module.scale)
-            changed = weights_of(ddp)
-
-            # Loading counts too while a forward waits for its backward.
-            output = ddp(batch(1, rank))
-            ddp.load_state_dict(before)
-            assert_full(ddp)
-            error = caught(loss_of(output).backward, RuntimeError)  # as in one process
-            assert "modified by an inplace operation" in str(error)
-            assert_full(ddp)
-            for name, value in weights_of(ddp).items():
-                assert torch.equal(value, before[prefix + name]), name
-            assert any(not torch.equal(changed[n], before[prefix + n]) for n in changed)
-            assert ddp.module.offset.dtype == low
-
-    pool.run(run, ranks=2, **LIMIT)
-
-
-def test_the_optimizer_finds_full_parameters_and_gradients(pool: WorkerPool) -> None:
-    class Looks(torch.optim.Adam):
-        def step(self, closure: None = None) -> None:
-            for param in self.param_groups[0]["params"]:
-                assert param.dtype == param.grad.dtype == torch.float32
-            super().step(closure)
-            for state in self.state.values():
-                assert state["exp_avg"].dtype == torch.float32
-
-    def run(rank: int, world: int) -> None:
-        for low, views in itertools.product(LOW, (False, True)):
-            config = MixedPrecision(low, low, low)
-            ddp = DDP(seeded(), mixed_precision=config, gradient_as_bucket_view=views)
-            optimizer = Looks(ddp.parameters(), lr=1e-4)
-            start = weights_of(ddp)
-            for step in range(3):
-                optimizer.zero_grad()
-                plain(ddp, batch(step, rank), step)
-                optimizer.step()
-            # Steps too small for bfloat16 are not lost.
-            moved = (ddp.module.scale - start["scale"]).abs()
-            assert moved.max() > 0
-            assert torch.equal(start["scale"].bfloat16(), ddp.module.scale.detach().bfloat16()), (
-                "the steps are visible in bfloat16 as well: take a smaller lr"
-            )
-
-    pool.run(run, ranks=2, **LIMIT)
-
-
-def test_a_wrapper_can_be_pickled_and_copied(pool: WorkerPool) -> None:
-    def make() -> nn.Module:  # of classes that a worker can import
-        torch.manual_seed(3)
-        return nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.LayerNorm(4))
-
-    def run(rank: int, world: int) -> None:
-        low = torch.bfloat16
-        config = MixedPrecision(low, torch.float32, low)
-        ddp = DDP(make(), mixed_precision=config)
-        plain(ddp, batch(0, rank), 0)
-        ddp.zero_grad()
-        stored = io.BytesIO()
-        torch.save(ddp, stored)
-        stored.seek(0)
-        loaded = torch.load(stored, weights_only=False)
-        assert loaded.mixed_precision == config
-        for each in (loaded, ddp):
-            plain(each, batch(1, rank), 1)
-            assert_full(each)
-            assert_equal_on_all_ranks(grads(each).values())
-            assert each.module[1].running_mean.dtype == low
-            assert each.state_dict()["module.1.running_mean"].dtype == torch.float32
-        for name, gradient in grads(ddp).items():
-            assert torch.equal(gradient, grads(loaded)[name]), name
-
-        before = weights_of(ddp)
-        twin = copy.deepcopy(ddp.module)
-        output = ddp(batch(2, rank))
-        assert_full(twin)
-        loss_of(output).backward()
-        torch.optim.SGD(ddp.parameters(), lr=1.0).step()
-        for name, value in twin.state_dict().items():
-            assert value.dtype == before[name].dtype, name
-            assert torch.equal(value, before[name]), name
-
-    pool.run(run, ranks=2, **LIMIT)
-
-
-def test_the_full_dtype_can_change_later(pool: WorkerPool) -> None:
-    def run(rank: int, world: int) -> None:
-        low = torch.bfloat16
-        ddp = DDP(seeded(), mixed_precision=MixedPrecision(low, torch.float32, low))
-        plain(ddp, batch(0, rank), 0)
-        ddp.zero_grad()
-        pending = ddp(batch(0, rank))
-        ddp.to(torch.float64)
-        assert_full(ddp, torch.float64)
-        assert ddp.module.offset.dtype == low
-        del pending
-        for step in range(2):
-            ddp.zero_grad()
-            output = ddp(batch(step, rank))
-            assert output.dtype == low
-            loss_of(output).backward()
-            assert_full(ddp, torch.float64)
-            assert_equal_on_all_ranks(grads(ddp).values())
-        ddp.to(torch.float32).to(torch.float64)
-        ddp.sync_grads()
-        assert_full(ddp, torch.float64)
-        for name, value in ddp.state_dict().items():
-            assert value.dtype == (torch.int64 if "calls" in name else torch.float64), name
 
     pool.run(run, ranks=2, **LIMIT)
 
