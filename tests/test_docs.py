@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import types
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,15 @@ def blocks_of(text):
 
 def run_blocks(blocks, filename):
     """Runs the blocks in one namespace; line numbers in errors are those of the page."""
-    namespace = {"__name__": "__main__"}
+    page, runner = types.ModuleType("__main__"), sys.modules["__main__"]
+    sys.modules["__main__"] = page  # torch.compile looks there for the names of a function
+    try:
+        run_in(vars(page), blocks, filename)
+    finally:
+        sys.modules["__main__"] = runner
+
+
+def run_in(namespace, blocks, filename):
     for block in blocks:
         if block.no_run is not None:
             continue

@@ -7,14 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-DIGITS = Path(__file__).parents[1] / "examples" / "digits.py"
+EXAMPLES = Path(__file__).parents[1] / "examples"
+DIGITS = EXAMPLES / "digits.py"
 ALONE = [sys.executable]
 TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
-def start(launcher, *arguments, cwd):
+def start(launcher, *arguments, cwd, program=DIGITS):
     return subprocess.Popen(
-        [*launcher, DIGITS, *arguments],
+        [*launcher, program, *arguments],
         cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "100"},
         stdout=subprocess.PIPE,
@@ -78,3 +79,14 @@ def test_digits_names_an_option_that_cannot_be(tmp_path):
     assert code == 2
     assert "--batch-size" in errors
     assert "5000 is more than the 1437 training examples" in " ".join(errors.split())
+
+
+def test_compile_overlap_shows_buckets_sent_early_and_writes_a_trace(tmp_path):
+    program = EXAMPLES / "compile_overlap.py"
+    arguments = ("--layers", "3", "--width", "512", "--trace", "overlap.json")
+    code, output, errors = finish(start(TWO_RANKS, *arguments, cwd=tmp_path, program=program))
+    assert code == 0, output + errors
+    assert "2 of 4 buckets were sent before the last graph ran backward" in output
+    trace = (tmp_path / "overlap.json").read_text()
+    assert "CompiledFunctionBackward" in trace
+    assert "gloo:all_reduce" in trace

@@ -47,6 +47,7 @@ def skip_our_frames() -> None:
     for each in pkgutil.iter_modules(package.__path__):
         if each.name != TRACED:
             trace_rules.add(f"{package.__name__}.{each.name}")
+    trace_rules.add("gradsync.hooks")  # called by our hooks, in the backward of a compiled step
 
 
 @contextmanager
