@@ -81,7 +81,10 @@ def test_error_feedback_makes_the_sum_over_steps_exact(pool: WorkerPool, ranks: 
     pool.run(run, ranks=ranks, timeout=LIMIT)
 
 
-def test_a_run_that_is_saved_and_resumed_goes_on_with_the_same_bits(pool: WorkerPool) -> None:
+@pytest.mark.parametrize(("ranks", "names"), [(2, tuple(MAKERS)), (3, ("bf16", "fp16", "topk"))])
+def test_a_run_that_is_saved_and_resumed_goes_on_with_the_same_bits(
+    pool: WorkerPool, ranks: int, names: tuple[str, ...]
+) -> None:
     def run(rank: int, world: int) -> None:
         def start(cls: type[nn.Module], name: str) -> tuple[Any, hooks.Hook, torch.optim.Optimizer]:
             ddp, hook = cls(Model(), **SMALL_BUCKETS), MAKERS[name]()
@@ -94,7 +97,7 @@ def test_a_run_that_is_saved_and_resumed_goes_on_with_the_same_bits(pool: Worker
                 optimizer.step()
 
         for cls in CLASSES:
-            for name in MAKERS:
+            for name in names:
                 ddp, hook, optimizer = start(cls, name)
                 train(ddp, optimizer, range(4))
                 saved = (ddp.module.state_dict(), optimizer.state_dict(), hook.state_dict())
@@ -111,7 +114,7 @@ def test_a_run_that_is_saved_and_resumed_goes_on_with_the_same_bits(pool: Worker
                 for a, b in zip(ddp.parameters(), again.parameters(), strict=True):
                     assert torch.equal(a, b), (cls, name)
 
-    pool.run(run, timeout=LIMIT)
+    pool.run(run, ranks=ranks, timeout=LIMIT)
 
 
 def test_nan_and_infinity_reach_every_rank_and_are_gone_in_the_next_step(pool: WorkerPool) -> None:

@@ -31,7 +31,19 @@ _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class Round(NamedTuple):
-    """A collective that has started."""
+    """A collective that has started; ``last`` says that no other follows for this bucket.
+
+    >>> import gradsync
+    >>> class Average(gradsync.hooks.Hook):
+    ...     name = "average"
+    ...     def reduce(self, bucket, buffer, group):
+    ...         work = group.allreduce([buffer], dist.AllreduceOptions())
+    ...         yield gradsync.hooks.Round(work, last=True)
+    ...         buffer.div_(group.size())
+    >>> ddp = gradsync.DistributedDataParallel(torch.nn.Linear(4, 4))
+    >>> ddp.register_comm_hook(None, Average())
+    >>> ddp(torch.ones(1, 4)).sum().backward()
+    """
 
     work: Work
     last: bool
