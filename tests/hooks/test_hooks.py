@@ -216,6 +216,22 @@ def test_a_step_that_broke_off_leaves_nothing_to_the_next(pool: WorkerPool) -> N
     pool.run(run, timeout=LIMIT)
 
 
+def test_fewer_buckets_than_before_leave_no_memory_behind(pool: WorkerPool) -> None:
+    def run(rank: int, world: int) -> None:
+        for name, make in MAKERS.items():
+            hook = make()
+            for count in (3, 3, 3, 1):
+                futures = [
+                    hook(None, FakeBucket(index, last=index == count - 1)) for index in range(count)
+                ]
+                torch.futures.wait_all(futures)
+            kept = {index for index, _ in hook._scratch}
+            kept |= hook._plans._kept.keys() if hasattr(hook, "_plans") else set()
+            assert kept <= {0}, name
+
+    pool.run(run, timeout=LIMIT)
+
+
 class FakeBucket:
     """torch's interface around one weight of 40x50."""
 

@@ -90,15 +90,17 @@ class Hook(ABC):
                 future = self._depart(_Flight(self.reduce(bucket, buffer, group), buffer))
         if bucket.is_last():
             self._land_all()
-            self.end_step()
+            self.end_step(bucket.index() + 1)
         return future
 
     @abstractmethod
     def reduce(self, bucket: GradBucket, buffer: Tensor, group: dist.ProcessGroup) -> Rounds:
         """Put the mean over the ranks into ``buffer``; a generator, see [Note: rounds]."""
 
-    def end_step(self) -> None:  # noqa: B027 (most hooks have nothing to do)
-        """Every bucket of a step has been started."""
+    def end_step(self, buckets: int) -> None:
+        """All ``buckets`` of a step have been started; what belonged to more of them is dropped."""
+        if any(index >= buckets for index, _ in self._scratch):
+            self._scratch = {k: kept for k, kept in self._scratch.items() if k[0] < buckets}
 
     def scratch(
         self, bucket: GradBucket, role: str, size: int, dtype: torch.dtype, device: torch.device

@@ -105,6 +105,11 @@ class Int8(Hook):
                 _mean(received, chunk, mean, spare)
                 chunk.put(mean, buffer)
 
+    def end_step(self, buckets: int) -> None:
+        """See `Hook.end_step`."""
+        super().end_step(buckets)
+        self._plans.keep_first(buckets)
+
     def state_dict(self) -> dict[str, Any]:
         """See `Hook.state_dict`.
 

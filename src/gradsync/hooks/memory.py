@@ -99,6 +99,11 @@ class PerBucket(Generic[T]):
             kept = self._kept[bucket.index()] = (key, build())
         return kept[1]
 
+    def keep_first(self, buckets: int) -> None:
+        """Drop what belongs to buckets that there no longer are."""
+        if len(self._kept) > buckets:
+            self._kept = {index: kept for index, kept in self._kept.items() if index < buckets}
+
 
 class ParameterMemory:
     """Some numbers for each parameter of a roster.

@@ -110,8 +110,10 @@ class PowerSGD(Hook):
         if not torch.isfinite(plan.factors.sum()):
             self._forget(plan)
 
-    def end_step(self) -> None:
+    def end_step(self, buckets: int) -> None:
         """See `Hook.end_step`."""
+        super().end_step(buckets)
+        self._plans.keep_first(buckets)
         self.iteration += 1
 
     def state_dict(self) -> dict[str, Any]:

@@ -70,6 +70,11 @@ class TopK(Hook):
         if mean is not buffer:
             buffer.copy_(mean)
 
+    def end_step(self, buckets: int) -> None:
+        """See `Hook.end_step`."""
+        super().end_step(buckets)
+        self._plans.keep_first(buckets)
+
     def state_dict(self) -> dict[str, Any]:
         """See `Hook.state_dict`.
 
