@@ -273,6 +273,15 @@ class Reducer:
         self.phase = Phase.ARMED
         self.clock.forward_ended = self.clock.now()
 
+    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
+        """For torch's pipelines: the backward of ``outputs`` is to be reduced after all.
+
+        They run all forwards inside ``no_sync`` and know only then which backward is the last.
+        """
+        self.check_ready()
+        self.start_forward()
+        self.prepare(outputs)
+
     def disarm(self) -> None:
         """After a forward whose gradients stay local.
 
