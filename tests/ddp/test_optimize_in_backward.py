@@ -17,7 +17,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward as torchs_way
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import gradsync
-from gradsync import ArgumentError
+from gradsync import ArgumentError, PeerStepError
 from gradsync import DistributedDataParallel as DDP
 from gradsync.testing import WorkerPool
 
@@ -363,6 +363,45 @@ def test_buckets_are_stepped_while_the_backward_goes_on(pool: WorkerPool, ranks:
         assert sorted(each for each in seen if each[0] == "step") == [
             ("step", index) for index in range(4)
         ]
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+def test_replicas_stay_equal_when_a_backward_raises_on_one_rank(
+    pool: WorkerPool, views: bool
+) -> None:
+    def unused_too() -> nn.Module:
+        net = Net()
+        net.unused = nn.Linear(2, 2)  # by anybody
+        return net
+
+    def run(rank: int, world: int) -> None:
+        for options in (
+            {"bucket_cap_mb": 0.0002},
+            {"bucket_cap_mb": 25},
+            {"bucket_cap_mb": 0.0002, "find_unused_parameters": True},
+            {"bucket_cap_mb": 0.0002, "static_graph": True},
+            {"mixed_precision": gradsync.MixedPrecision(torch.bfloat16, torch.float32)},
+        ):
+            make = unused_too if "find_unused_parameters" in options else Net
+            ddp = DDP(seeded(make), gradient_as_bucket_view=views, **options)
+            ddp.optimize_in_backward(Adam, lr=0.01, weight_decay=0.1)
+            net = ddp.module
+            for failing in (net.first.weight, net.second.bias, net.last.bias):
+                for index in range(2):
+                    plain_step(ddp, rank, index)
+                output = ddp(batch(5, rank))
+                handle = None
+                if rank == 1:
+                    handle = failing.register_hook(lambda _gradient: 1 / 0)
+                caught(loss_of(output).backward, ZeroDivisionError if rank == 1 else PeerStepError)
+                if handle is not None:
+                    handle.remove()
+                ddp.zero_grad()
+                assert_equal_on_all_ranks(ddp.parameters())
+                plain_step(ddp, rank, 7)
+                assert_equal_on_all_ranks(ddp.parameters())
+
+    pool.run(run, ranks=2, **LIMIT)
 
 
 def test_a_changed_learning_rate_counts(pool: WorkerPool) -> None:

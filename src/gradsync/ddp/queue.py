@@ -183,11 +183,12 @@ class BucketQueue:
         if self.on_reduced is not None:
             self.on_reduced([slot for bucket in self.buckets for slot in bucket.missing])
 
-    def send_zeros(self) -> None:
+    def send_zeros(self) -> list[Bucket]:
         """The other ranks wait for the buckets that we have not sent: send nothing but zeros."""
         if self.alone:
-            return
-        for bucket in self.buckets[self._next :]:
+            return []
+        zeroed = self.buckets[self._next :]
+        for bucket in zeroed:
             bucket.zero()
             self._send(bucket)
             self._next += 1
@@ -196,6 +197,25 @@ class BucketQueue:
                 self._send(bucket)
             self._wait(bucket)
         self.reduction.done()
+        return zeroed
+
+    def settle_given_up(self, zeroed: Sequence[Bucket], used: Sequence[bool]) -> None:
+        """Use what a step that was given up has reduced, if the other ranks have used it.
+
+        ``on_reduced`` gets a bucket before anybody can say that the step is void. Replicas stay
+        equal only if this rank does the same.
+        """
+        if self.on_reduced is None:
+            return
+        for at, bucket in enumerate(self.buckets):
+            late = bucket.slots if bucket in zeroed else bucket.missing
+            if at >= self._settled and bucket not in zeroed:
+                bucket.unpack()
+                self.on_reduced([slot for slot in bucket.slots if slot not in late])
+            late = [slot for slot in late if used[slot.index] and not slot.frozen]
+            for slot in late:
+                bucket.give(slot)
+            self.on_reduced(late)
 
     def _wait(self, bucket: Bucket) -> None:
         wait(bucket.work, self.group, partial(self._describe, bucket), by_future=True)

@@ -107,6 +107,7 @@ class Reducer:
         self._outputs_seen = False  # of the last forward that armed us
         self._order: list[int] | None = None  # of the first step's gradients, for the rebuild
         self._used_anywhere: Sequence[bool] | None = None  # what a static graph uses, once known
+        self._missed_first_step = False  # of a static graph: this rank had no inputs then
         self._unused_before: list[Slot] | None = None
         self._frozen: list[Slot] = []
         self._verdicts = Verdicts()
@@ -126,6 +127,11 @@ class Reducer:
     def _learning(self) -> bool:
         """Is this the first step of a static graph, in which its shape is recorded?"""
         return self.static_graph and self._used_anywhere is None
+
+    @property
+    def _counting(self) -> bool:
+        """Is it recorded how often each gradient comes? A rank that had joined does so later."""
+        return self._learning or self._missed_first_step
 
     @property
     def _with_usage(self) -> bool:
@@ -190,6 +196,7 @@ class Reducer:
         self._order = None
         self._verdicts = Verdicts()
         self._used_anywhere = None
+        self._missed_first_step = False
         for slot in self.slots:
             slot.due = 1
         self._lay_out()
@@ -328,7 +335,7 @@ class Reducer:
                 reducer._fired_otherwise(slot)
                 return
             bucket = slot.bucket
-            if slot.eager and not reducer._learning:
+            if slot.eager and not reducer._counting:
                 reducer.queue.pack_large(slot)
             bucket.pending -= 1
             if not bucket.pending:
@@ -399,7 +406,7 @@ class Reducer:
 
     def _fired_otherwise(self, slot: Slot) -> None:
         """A slot fired, and it is not the time that makes it ready."""
-        if self._learning or slot.fires < slot.due:
+        if self._counting or slot.fires < slot.due:
             return
         if self.static_graph:
             lacking = [each for each in self.slots if each.fires < each.due]
@@ -411,7 +418,7 @@ class Reducer:
 
     def _launch_full(self) -> None:
         """A bucket is full: launch what can be."""
-        if self._learning:
+        if self._counting:
             return  # any gradient may come a second time
         self.queue.launch_full()
         if self.phase is Phase.NESTED and self.queue.all_full:
@@ -433,9 +440,11 @@ class Reducer:
     def _give_up(self) -> None:
         """Peers wait for the buckets that we have not sent: send zeros, and say so."""
         self.report.incidents |= Incident.ABANDONED
-        self.queue.send_zeros()
+        zeroed = self.queue.send_zeros()
         if not self.queue.alone:
-            self.report.call_roll()
+            used = self.report.used_anywhere(self.report.call_roll(), self._used_anywhere)
+            with torch.no_grad():
+                self.queue.settle_given_up(zeroed, used)
 
     def shadow(self) -> None:
         """Take part in a step of the other ranks with nothing of our own."""
@@ -458,6 +467,7 @@ class Reducer:
         if self._learning:
             self._used_anywhere = self.report.used_anywhere(statements, None)
             self._order = self._observed_order()
+            self._missed_first_step = True
         elif self.layout.will_rebuild and not self.has_rebuilt:
             self._order = self._observed_order()
 
@@ -527,7 +537,7 @@ class Reducer:
                 slot.bucket.refresh()
                 slot.bucket.release(slot)
             self._frozen = found.frozen
-        if found.unused and not self.options.find_unused and not self._learning:
+        if found.unused and not self.options.find_unused and not self._counting:
             self.report.incidents |= Incident.UNUSED
 
     def _remember(self) -> None:
@@ -538,13 +548,15 @@ class Reducer:
         if self._unused_before is not None and unused != self._unused_before:
             self.graph_is_static = False
         self._unused_before = unused
-        if self._learning:
-            self._used_anywhere = self.report.used_anywhere([], None)
-            self._order = self._observed_order()
+        if self._counting:
+            self._missed_first_step = False
             for slot in self.slots:
                 slot.due = slot.fires
             for bucket in self.buckets:
                 bucket.refresh()
+        if self._learning:
+            self._used_anywhere = self.report.used_anywhere([], None)
+            self._order = self._observed_order()
         elif self.layout.will_rebuild and not self.has_rebuilt:
             self._order = self._observed_order()
 
