@@ -5,15 +5,24 @@ Each test here runs torch's class and ours, so that what is asked cannot drift.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from replicas import CLASSES, assert_same, batch, caught, gradients
+from replicas import CLASSES, OurDDP, assert_same, batch, caught, gradients
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 
 from gradsync.testing import WorkerPool
 
@@ -138,3 +147,58 @@ class TestWordsOfHooks:
                         assert f"{words} can only be called once" in str(error), (cls, error)
 
         pool.run(run, timeout=LIMIT)
+
+
+PARTS, CHUNKS = 2, 4  # ranks that share a pipeline, and microbatches
+
+
+def pipelined(schedule: type, rank: int, options: dict[str, Any]) -> None:
+    """Steps of two pipelines side by side, against the whole model on the whole batch."""
+    mesh = init_device_mesh("cpu", (2, PARTS), mesh_dim_names=("data", "pipe"))
+    replica, part = mesh.get_local_rank("data"), mesh.get_local_rank("pipe")
+    interleaved = schedule is ScheduleInterleaved1F1B
+    count = 2 * PARTS if interleaved else PARTS
+    torch.manual_seed(3)
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(count)]
+    whole = nn.Sequential(*(copy.deepcopy(layer) for layer in layers))
+    mine = range(part, count, PARTS)
+    stages = [
+        PipelineStage(
+            OurDDP(layers[index], process_group=mesh.get_group("data"), **options),
+            index,
+            count,
+            torch.device("cpu"),
+            group=mesh.get_group("pipe"),
+        )
+        for index in mine
+    ]
+    plan = schedule(stages if interleaved else stages[0], CHUNKS, loss_fn=nn.functional.mse_loss)
+    for step in range(3):
+        inputs = [batch(each, step, rows=2 * CHUNKS) for each in range(2)]
+        whole.zero_grad()
+        for each in inputs:
+            (nn.functional.mse_loss(whole(each), each) / 2).backward()
+        for stage in stages:
+            stage.submod.zero_grad()
+        given = (inputs[replica],) if part == 0 else ()
+        if part == PARTS - 1:
+            plan.step(*given, target=inputs[replica])
+        else:
+            plan.step(*given)
+        for index in mine:
+            for ours, expected in zip(
+                layers[index].parameters(), whole[index].parameters(), strict=True
+            ):
+                torch.testing.assert_close(ours.grad, expected.grad)
+
+
+class TestPipelines:
+    @pytest.mark.parametrize("option", [None, "gradient_as_bucket_view", "find_unused_parameters"])
+    def test_a_stage_of_a_pipeline_is_reduced_once_after_its_last_microbatch(
+        self, pool: WorkerPool, option: str | None
+    ) -> None:
+        def run(rank: int, world: int) -> None:
+            for schedule in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B):
+                pipelined(schedule, rank, {option: True} if option else {})
+
+        pool.run(run, ranks=4, timeout=LIMIT)
