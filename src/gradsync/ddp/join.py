@@ -33,19 +33,21 @@ class DDPJoinHook(JoinHook):
         reduces = ranks_that_reduce(ddp, mine=False) > 0
         if reduces:
             ddp.reducer.raise_deferred()
-        futures = self._sync_buffers()
+        futures = self._sync_buffers(reduces)
         ddp.require_forward_param_sync = reduces
         if reduces:
             ddp.reducer.shadow()
         for future in futures:
             future.wait()
 
-    def _sync_buffers(self) -> list[Any]:
-        """As the forward does it; before or after it is the same to a rank that has none."""
+    def _sync_buffers(self, reduces: bool) -> list[Any]:
+        """As the forward does it, at its beginning or at its end."""
         ddp = self._ddp
         if not ddp.will_sync_module_buffers():
             return []
         if ddp.buffer_hook is not None:
+            if not ddp.buffer_hook.before_forward and reduces:
+                ddp.reducer.rebuild()  # which the others do at the beginning of the forward
             return ddp.buffer_hook.run(ddp.named_module_buffers)
         ddp._sync_module_buffers(common_rank(ddp, candidate=False))
         return []
