@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ from replicas import Branches, assert_equal_on_all_ranks, caught
 from replicas import batch as rows
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.optim import _apply_optimizer_in_backward as torchs_way
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import gradsync
@@ -83,6 +82,15 @@ def compare(
             if id(left) in chosen:
                 assert left.grad is None, where
     return mine
+
+
+def torchs_way(
+    kind: type[Optimizer], parameters: Iterable[nn.Parameter], arguments: dict[str, Any]
+) -> None:
+    # Only in the workers: the import takes long, and warns of TorchScript.
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    _apply_optimizer_in_backward(kind, parameters, arguments)
 
 
 def ours(kind: type[Optimizer], arguments: dict[str, Any]) -> Callable[..., object]:
@@ -405,9 +413,9 @@ def test_replicas_stay_equal_when_a_backward_raises_on_one_rank(
 
 
 def test_a_changed_learning_rate_counts(pool: WorkerPool) -> None:
-    from torch.distributed.optim import _get_in_backward_optimizers
-
     def run(rank: int, world: int) -> None:
+        from torch.distributed.optim import _get_in_backward_optimizers
+
         ddp = DDP(seeded(Net))
         ddp.optimize_in_backward(SGD, lr=0.1)
         optimizers = _get_in_backward_optimizers(ddp.module)
