@@ -89,9 +89,14 @@ def fresh(**config: Any) -> Iterator[None]:
     """Nothing compiled before, and nothing left for the next test."""
     from torch import _dynamo, _inductor  # their configs cannot be pickled, as the pool would
 
+    inductor = {
+        "compile_threads": 1,  # more would be processes, and outlive the test
+        "_fuse_ddp_communication": False,  # python_reducer sets these two for good
+        "_fuse_ddp_bucket_size": 25,
+    }
     _dynamo.reset()
     try:
-        with _dynamo.config.patch(**config), _inductor.config.patch():
+        with _dynamo.config.patch(**config), _inductor.config.patch(inductor):
             yield
     finally:
         _dynamo.reset()
