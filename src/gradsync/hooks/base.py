@@ -69,6 +69,7 @@ class Hook(ABC):
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self._group = process_group
+        self._in_step = False
         self._second_rounds: list[_Flight] = []
         self._scratch: dict[tuple[int, str], Tensor] = {}
         # register_comm_hook reads these of what it takes to be a function.
@@ -81,8 +82,9 @@ class Hook(ABC):
         if group is None:
             raise StateError("there is no default process group: call init_process_group first")
         _check(buffer, bucket, self.__name__)
-        if bucket.index() == 0:
-            self._second_rounds.clear()  # of a step that was not finished
+        if bucket.index() == 0 and self._in_step:
+            self._abandon_step()
+        self._in_step = not bucket.is_last()
         if group.size() == 1 or buffer.numel() == 0:
             future = _done(buffer)
         else:
@@ -150,6 +152,11 @@ class Hook(ABC):
         for other in earlier:
             other.start_second_round()
         return future
+
+    def _abandon_step(self) -> None:
+        """The step before broke off. Its collectives may still use the memory they were given."""
+        self._second_rounds.clear()
+        self._scratch.clear()
 
     def _land_all(self) -> None:
         waiting, self._second_rounds = self._second_rounds, []
