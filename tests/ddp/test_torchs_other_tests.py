@@ -1,6 +1,6 @@
 """What PyTorch's tests outside its wheel ask of the class: the same answers as torch's.
 
-Each test here runs torch's class and ours, so that what is asked cannot drift.
+Where torch's class can run it as well it does, so that what is asked cannot drift.
 """
 
 from __future__ import annotations
@@ -145,6 +145,23 @@ class TestWordsOfHooks:
                         error = caught(lambda: second(ddp))  # noqa: B023
                         assert isinstance(error, RuntimeError), (cls, error)
                         assert f"{words} can only be called once" in str(error), (cls, error)
+
+        pool.run(run, timeout=LIMIT)
+
+
+class TestWordsOfConstruction:
+    @pytest.mark.parametrize("word", ["sizes", "strides"])
+    def test_a_rank_that_differs_from_rank_0_is_told_so_in_torchs_words(
+        self, pool: WorkerPool, word: str
+    ) -> None:
+        def run(rank: int, world: int) -> None:
+            model = nn.Conv2d(2, 3 + (rank if word == "sizes" else 0), 2)
+            if word == "strides" and rank == 1:
+                model.to(memory_format=torch.channels_last)
+            # Not torch's class as well: its rank 0 would wait for the others until the time-out.
+            error = caught(lambda: OurDDP(model))
+            assert isinstance(error, RuntimeError), error
+            assert f" appears not to match {word} of the same param in process 0" in str(error)
 
         pool.run(run, timeout=LIMIT)
 

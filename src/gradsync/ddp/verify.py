@@ -115,7 +115,7 @@ def _difference(
         if a != b:
             return head + (
                 f"{a['kind']} {index} differs between rank 0 and rank {other}: rank 0 has "
-                f"{_show(a)}; rank {other} has {_show(b)}."
+                f"{_show(a)}; rank {other} has {_show(b)}.{_in_torchs_words(a, b)}"
             )
     if len(ours) != len(theirs):
         longer, more = (0, ours) if len(ours) > len(theirs) else (other, theirs)
@@ -130,6 +130,14 @@ def _difference(
         f"{name} is {our_settings[name]!r} on rank 0 and {their_settings.get(name)!r} on rank "
         f"{other}."
     )
+
+
+def _in_torchs_words(ours: dict[str, object], theirs: dict[str, object]) -> str:
+    """What torch says of the same difference: programs look for it."""
+    for fact, word in (("shape", "sizes"), ("stride", "strides")):
+        if ours[fact] != theirs[fact]:
+            return f" It appears not to match {word} of the same param in process 0."
+    return ""
 
 
 def _show(fact: dict[str, object]) -> str:
