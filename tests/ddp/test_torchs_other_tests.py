@@ -24,6 +24,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
 )
 
+import gradsync
 from gradsync.testing import WorkerPool
 
 LIMIT = 60.0
@@ -202,6 +203,8 @@ def pipelined(schedule: type, rank: int, options: dict[str, Any]) -> None:
             plan.step(*given, target=inputs[replica])
         else:
             plan.step(*given)
+        for stage in stages:
+            assert stage.submod.reducer.step == step + 1, "reduced more than once"
         for index in mine:
             for ours, expected in zip(
                 layers[index].parameters(), whole[index].parameters(), strict=True
@@ -215,7 +218,11 @@ class TestPipelines:
         self, pool: WorkerPool, option: str | None
     ) -> None:
         def run(rank: int, world: int) -> None:
-            for schedule in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B):
-                pipelined(schedule, rank, {option: True} if option else {})
+            gradsync.patch_torch()  # a stage looks for torch's class by name
+            try:
+                for schedule in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B):
+                    pipelined(schedule, rank, {option: True} if option else {})
+            finally:
+                gradsync.unpatch_torch()
 
         pool.run(run, ranks=4, timeout=LIMIT)
