@@ -65,7 +65,9 @@ class Summation:
     def start(self, bucket: Bucket) -> Work:
         """Begin the sum of a bucket."""
         exchanges = self._exchanges
-        if bucket.extra and self._trying and _is_small(bucket):
+        if not bucket.slots:  # a few numbers, for which there is nothing to find out
+            exchanges = self._two_ways
+        elif bucket.extra and self._trying and _is_small(bucket):
             self._count_step()
         payload = bucket.payload
         if not exchanges or not _is_small(bucket):
