@@ -1,5 +1,5 @@
 # Every target sets up what it needs: `make demo` is enough on a fresh machine with
-# python3 (3.11 or later) and make.
+# python3 (3.11 or later), a C++ compiler and make.
 
 PYTHON ?= python3
 # The class that `make conformance` puts in the place of torch's.
@@ -28,7 +28,7 @@ help: ## Show this list
 
 setup: $(READY) ## Create .venv and install gradsync into it, once
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 	@test -x $(BIN)/python || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "Installing gradsync and its tools into $(VENV) (torch is large: this can take minutes)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \

@@ -6,18 +6,24 @@ is the one line to change in a program that uses ``torch.nn.parallel.Distributed
 """
 
 from gradsync import hooks
+from gradsync.backend import process_group as _backend
+from gradsync.backend.process_group import SharedMemoryGroup
 from gradsync.ddp.clock import StepTimes
 from gradsync.ddp.mixed_precision import MixedPrecision
 from gradsync.ddp.stats import Stats
 from gradsync.ddp.wrapper import DistributedDataParallel
 from gradsync.errors import (
+    AbortedError,
     ArgumentError,
     CollectiveError,
+    CollectiveMismatchError,
+    DeadlineError,
     FaultError,
     GradsyncError,
     GraphChangedError,
     HookTypeError,
     ModelMismatchError,
+    PeerLostError,
     PeerStepError,
     ReadyTwiceError,
     StateError,
@@ -28,13 +34,17 @@ from gradsync.patch import patch_torch, unpatch_torch
 from gradsync.sync_batchnorm import SyncBatchNorm
 
 DDP = DistributedDataParallel
+_backend.register()
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DDP",
+    "AbortedError",
     "ArgumentError",
     "CollectiveError",
+    "CollectiveMismatchError",
+    "DeadlineError",
     "DistributedDataParallel",
     "FaultError",
     "GradsyncError",
@@ -42,8 +52,10 @@ __all__ = [
     "HookTypeError",
     "MixedPrecision",
     "ModelMismatchError",
+    "PeerLostError",
     "PeerStepError",
     "ReadyTwiceError",
+    "SharedMemoryGroup",
     "StateError",
     "Stats",
     "StepTimes",

@@ -11,13 +11,17 @@ Every class also derives from the builtin that torch raises in its place, so tha
 """
 
 __all__ = [
+    "AbortedError",
     "ArgumentError",
     "CollectiveError",
+    "CollectiveMismatchError",
+    "DeadlineError",
     "FaultError",
     "GradsyncError",
     "GraphChangedError",
     "HookTypeError",
     "ModelMismatchError",
+    "PeerLostError",
     "PeerStepError",
     "ReadyTwiceError",
     "StateError",
@@ -119,6 +123,15 @@ class ModelMismatchError(StateError):
     """
 
 
+class CollectiveMismatchError(StateError):
+    """The ranks of a group called different collectives; shows what each of them called.
+
+    >>> import gradsync
+    >>> issubclass(gradsync.CollectiveMismatchError, RuntimeError)
+    True
+    """
+
+
 class FaultError(GradsyncError, RuntimeError):
     """Something outside this program failed: a peer, the network, a deadline.
 
@@ -145,5 +158,32 @@ class PeerStepError(FaultError):
 
     >>> import gradsync
     >>> issubclass(gradsync.PeerStepError, gradsync.FaultError)
+    True
+    """
+
+
+class PeerLostError(FaultError):
+    """A rank has ended, or left the group, while others needed it; names rank, pid and host.
+
+    >>> import gradsync
+    >>> issubclass(gradsync.PeerLostError, gradsync.FaultError)
+    True
+    """
+
+
+class DeadlineError(FaultError):
+    """Ranks have not come to a collective in time; names them.
+
+    >>> import gradsync
+    >>> issubclass(gradsync.DeadlineError, gradsync.FaultError)
+    True
+    """
+
+
+class AbortedError(FaultError):
+    """A collective was under way when its group was aborted or destroyed.
+
+    >>> import gradsync
+    >>> issubclass(gradsync.AbortedError, gradsync.FaultError)
     True
     """

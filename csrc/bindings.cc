@@ -1,0 +1,272 @@
+// What Python sees. Numbers and addresses go in, nothing of torch does.
+#include <pybind11/native_enum.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cmath>
+
+#include "context.h"
+#include "probe.h"
+
+namespace py = pybind11;
+
+namespace gradsync {
+namespace {
+
+using Address = std::uintptr_t;
+
+Deadline after(double seconds) {
+  constexpr double kLongest = 3e8;  // ten years: beyond, the clock's type ends
+  const double bounded = std::fmin(std::fmax(seconds, 0.0), kLongest);
+  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(bounded));
+}
+
+// Lets Python's signal handlers run. The handler's exception stays set for translate_interrupt.
+bool is_interrupted() {
+  py::gil_scoped_acquire gil;
+  return PyErr_CheckSignals() != 0;
+}
+
+// Waits without the interpreter's lock.
+template <typename Thing>
+void wait(Context& context, const std::shared_ptr<Thing>& thing) {
+  if (!thing->is_done.load(std::memory_order_acquire)) {
+    try {
+      py::gil_scoped_release release;
+      context.wait(thing, is_interrupted);
+    } catch (const InterruptedError&) {
+      if (PyErr_Occurred()) throw py::error_already_set();
+      throw;
+    }
+  }
+  if (thing->error != nullptr) std::rethrow_exception(thing->error);
+}
+
+template <typename Pointer>
+std::vector<Pointer> pointers(const std::vector<Address>& addresses) {
+  std::vector<Pointer> result;
+  result.reserve(addresses.size());
+  for (const Address address : addresses) result.push_back(reinterpret_cast<Pointer>(address));
+  return result;
+}
+
+// A handle that keeps its group alive.
+template <typename Thing>
+struct Handle {
+  std::shared_ptr<Context> context;
+  std::shared_ptr<Thing> thing;
+};
+using OpHandle = Handle<Op>;
+using MessageHandle = Handle<Message>;
+
+OpHandle collective(const std::shared_ptr<Context>& context, Kind kind, DType dtype, ReduceOp op,
+                    int root, std::uint64_t count, const std::vector<Address>& sources,
+                    const std::vector<Address>& targets,
+                    const std::vector<std::uint64_t>& source_bytes,
+                    const std::vector<std::uint64_t>& target_bytes, double seconds, bool in_background) {
+  if (op != ReduceOp::kNone && !can_reduce(dtype, op)) {
+    throw InvalidError(std::string(name_of(op)) + " is not defined for " + name_of(dtype));
+  }
+  auto request = std::make_shared<Op>();
+  request->announcement.kind = kind;
+  request->announcement.dtype = dtype;
+  request->announcement.op = op;
+  request->announcement.root = root;
+  request->announcement.count = count;
+  request->sources = pointers<const std::byte*>(sources);
+  request->targets = pointers<std::byte*>(targets);
+  request->source_bytes = source_bytes;
+  request->target_bytes = target_bytes;
+  request->deadline = after(seconds);
+  context->issue(request, in_background);
+  return {context, request};
+}
+
+MessageHandle message(const std::shared_ptr<Context>& context, Kind kind, Address address,
+                      std::uint64_t bytes, int other, std::int32_t tag, double seconds,
+                      bool in_background) {
+  const int world = context->members().world();
+  if (other >= world || (other < 0 && !(kind == Kind::kRecv && other == kAnySource)) ||
+      other == context->members().rank()) {
+    throw InvalidError("no message can go between this rank and rank " + std::to_string(other));
+  }
+  auto request = std::make_shared<Message>();
+  request->announcement.kind = kind;
+  request->announcement.root = other;
+  request->announcement.count = bytes;
+  request->other = other;
+  request->tag = tag;
+  request->data = reinterpret_cast<std::byte*>(address);
+  request->bytes = bytes;
+  request->deadline = after(seconds);
+  context->issue(request, in_background);
+  return {context, request};
+}
+
+struct Memory {
+  std::shared_ptr<Allocation> allocation;
+};
+
+template <typename Thing>
+void bind_handle(py::class_<Handle<Thing>>& handle) {
+  handle
+      .def("wait", [](const Handle<Thing>& self) { wait(*self.context, self.thing); })
+      .def_property_readonly(
+          "done", [](const Handle<Thing>& self) { return self.thing->is_done.load(); });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, module) {
+  module.doc() = "Shared memory between the processes of one machine.";
+
+  static py::exception<SystemError> system(module, "SystemError", PyExc_OSError);
+  static py::exception<InvalidError> invalid(module, "InvalidError", PyExc_ValueError);
+  static py::exception<MismatchError> mismatch(module, "MismatchError", PyExc_RuntimeError);
+  static py::exception<BrokenError> broken(module, "BrokenError", PyExc_RuntimeError);
+  static py::exception<PeerLostError> lost(module, "PeerLostError", broken.ptr());
+  static py::exception<DeadlineError> deadline(module, "DeadlineError", broken.ptr());
+  static py::exception<AbortedError> aborted(module, "AbortedError", broken.ptr());
+  static py::exception<InterruptedError> interrupted(module, "InterruptedError", broken.ptr());
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    const auto raise = [](py::object& type, const char* text, const char* name, py::object value) {
+      py::object error = type(text);
+      error.attr(name) = std::move(value);
+      PyErr_SetObject(type.ptr(), error.ptr());
+    };
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const PeerLostError& error) {
+      raise(lost, error.what(), "rank", py::int_(error.rank));
+    } catch (const DeadlineError& error) {
+      raise(deadline, error.what(), "missing", py::cast(error.missing));
+    } catch (const AbortedError& error) {
+      py::set_error(aborted, error.what());
+    } catch (const InterruptedError& error) {
+      py::set_error(interrupted, error.what());
+    } catch (const BrokenError& error) {
+      py::set_error(broken, error.what());
+    } catch (const MismatchError& error) {
+      py::set_error(mismatch, error.what());
+    } catch (const InvalidError& error) {
+      py::set_error(invalid, error.what());
+    } catch (const SystemError& error) {
+      py::set_error(system, error.what());
+    }
+  });
+
+  py::native_enum<DType>(module, "DType", "enum.IntEnum")
+      .value("BYTES", DType::kBytes).value("UINT8", DType::kUInt8).value("INT8", DType::kInt8)
+      .value("INT16", DType::kInt16).value("INT32", DType::kInt32).value("INT64", DType::kInt64)
+      .value("FLOAT16", DType::kFloat16).value("BFLOAT16", DType::kBFloat16)
+      .value("FLOAT32", DType::kFloat32).value("FLOAT64", DType::kFloat64)
+      .finalize();
+  py::native_enum<ReduceOp>(module, "ReduceOp", "enum.IntEnum")
+      .value("NONE", ReduceOp::kNone).value("SUM", ReduceOp::kSum).value("AVG", ReduceOp::kAvg)
+      .value("PRODUCT", ReduceOp::kProduct).value("MIN", ReduceOp::kMin).value("MAX", ReduceOp::kMax)
+      .value("BAND", ReduceOp::kBand).value("BOR", ReduceOp::kBor).value("BXOR", ReduceOp::kBxor)
+      .finalize();
+  py::native_enum<Kind>(module, "Kind", "enum.IntEnum")
+      .value("ALL_REDUCE", Kind::kAllReduce).value("REDUCE", Kind::kReduce)
+      .value("BROADCAST", Kind::kBroadcast).value("ALL_GATHER", Kind::kAllGather)
+      .value("REDUCE_SCATTER", Kind::kReduceScatter).value("ALL_TO_ALL", Kind::kAllToAll)
+      .value("GATHER", Kind::kGather).value("SCATTER", Kind::kScatter)
+      .value("BARRIER", Kind::kBarrier).value("SEND", Kind::kSend).value("RECV", Kind::kRecv)
+      .finalize();
+  py::native_enum<Phase>(module, "Phase", "enum.IntEnum")
+      .value("NEVER", Phase::kNever).value("POST", Phase::kPost).value("POSTED", Phase::kPosted)
+      .value("ARRIVED", Phase::kArrived).value("TICKED", Phase::kTicked)
+      .value("FINISHED", Phase::kFinished).value("MESSAGE", Phase::kMessage)
+      .finalize();
+
+  module.attr("MAX_RANKS") = kMaxRanks;
+  module.attr("ANY_SOURCE") = kAnySource;
+  module.attr("SMALL_BYTES") = kSmallBytes;
+  module.def("start_time", &start_time, py::arg("pid"));
+  module.def("can_reduce", &can_reduce, py::arg("dtype"), py::arg("op"));
+  module.def("signal_at", [](Phase phase, int nth, int signal) {
+    the_probe().signal = signal;
+    the_probe().countdown = nth;
+    the_probe().phase = phase;
+  }, py::arg("phase"), py::arg("nth"), py::arg("signal"));
+  module.def("reduce_bare", [](std::vector<Address> parts, std::uint64_t begin, std::uint64_t end,
+                               DType dtype, ReduceOp op) {
+    py::gil_scoped_release release;
+    const auto all = pointers<void*>(parts);
+    const int count = static_cast<int>(all.size());
+    reduce({dtype, op, const_cast<const void* const*>(reinterpret_cast<void* const*>(all.data())), count,
+            all.data(), count}, begin, end);
+  }, py::arg("parts"), py::arg("begin"), py::arg("end"), py::arg("dtype"), py::arg("op"));
+
+  py::class_<Segment>(module, "Segment")
+      .def_static("create", [](int world) { return Segment::create(Layout(world).bytes()); },
+                  py::arg("world"))
+      .def_static("open", [](int world, std::int64_t pid, std::int64_t descriptor, std::uint64_t bytes) {
+        return Segment::open({pid, descriptor, bytes}, Layout(world).bytes());
+      }, py::arg("world"), py::arg("pid"), py::arg("descriptor"), py::arg("bytes"));
+
+  py::class_<OpHandle> op(module, "Op");
+  bind_handle<Op>(op);
+  py::class_<MessageHandle> sent(module, "Message");
+  bind_handle<Message>(sent);
+  sent.def_property_readonly("source", [](const MessageHandle& self) { return self.thing->source; });
+
+  py::class_<Memory>(module, "Memory", py::buffer_protocol())
+      .def_buffer([](Memory& self) {
+        const Allocation& allocation = *self.allocation;
+        return py::buffer_info(reinterpret_cast<std::uint8_t*>(allocation.part(allocation.rank)),
+                               static_cast<py::ssize_t>(allocation.bytes), false);
+      })
+      .def("parts", [](const Memory& self, int world) {
+        std::vector<Address> parts;
+        for (int rank = 0; rank < world; ++rank) {
+          parts.push_back(reinterpret_cast<Address>(self.allocation->part(rank)));
+        }
+        return parts;
+      });
+
+  py::class_<Context, std::shared_ptr<Context>>(module, "Context")
+      .def(py::init([](Segment& segment, int rank,
+                       const std::vector<std::tuple<std::int64_t, std::uint64_t, std::string>>& peers,
+                       std::uint64_t nonce_a, std::uint64_t nonce_b, bool is_founder) {
+             std::vector<Peer> all;
+             for (const auto& [pid, started, label] : peers) all.push_back({pid, started, label});
+             if (all.size() > kMaxRanks || rank < 0 || static_cast<std::size_t>(rank) >= all.size()) {
+               throw InvalidError("a group of " + std::to_string(all.size()) + " has no rank " +
+                                  std::to_string(rank));
+             }
+             return std::make_shared<Context>(std::move(segment), rank, std::move(all), nonce_a, nonce_b,
+                                              is_founder);
+           }),
+           py::arg("segment"), py::arg("rank"), py::arg("peers"), py::arg("nonce_a"),
+           py::arg("nonce_b"), py::arg("is_founder"))
+      .def("collective", &collective, py::arg("kind"), py::arg("dtype"), py::arg("op"),
+           py::arg("root"), py::arg("count"), py::arg("sources"), py::arg("targets"),
+           py::arg("source_bytes"), py::arg("target_bytes"), py::arg("seconds"),
+           py::arg("in_background"))
+      .def("message", &message, py::arg("kind"), py::arg("address"), py::arg("bytes"),
+           py::arg("other"), py::arg("tag"), py::arg("seconds"), py::arg("in_background"))
+      .def("allocate", [](Context& self, std::uint64_t bytes, double seconds) {
+        return Memory{self.allocate(bytes, after(seconds))};
+      }, py::arg("bytes"), py::arg("seconds"), py::call_guard<py::gil_scoped_release>())
+      .def("ticket", [](Context& self) {
+        const Ticket ticket = self.members().ticket();
+        return py::make_tuple(ticket.pid, ticket.descriptor, ticket.bytes);
+      })
+      .def("leave_to_background", &Context::leave_to_background)
+      .def("close_descriptor", [](Context& self) { self.members().close_descriptor(); })
+      .def("fail", [](Context& self, const std::string& reason) { self.members().fail(reason, -1); },
+           py::arg("reason"))
+      .def("abort", &Context::abort, py::call_guard<py::gil_scoped_release>())
+      .def("close", &Context::close, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("issued", &Context::issued)
+      .def("counters", [](const Context& self) {
+        py::dict result;
+        result["symmetric"] = self.counters().symmetric.load();
+        result["copied"] = self.counters().copied.load();
+        result["copied_bytes"] = self.counters().copied_bytes.load();
+        return result;
+      });
+}
+
+}  // namespace gradsync

@@ -1,0 +1,255 @@
+#include "context.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <utility>
+
+namespace gradsync {
+namespace {
+
+constexpr std::chrono::microseconds kCallerSpin{40};
+constexpr std::chrono::microseconds kWorkerSpin{4};
+constexpr std::chrono::milliseconds kSlice{100};
+
+int cores() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  return ::sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+}
+
+}  // namespace
+
+Context::Context(Segment segment, int rank, std::vector<Peer> peers, std::uint64_t nonce_a,
+                 std::uint64_t nonce_b, bool is_founder)
+    : members_(std::move(segment), rank, std::move(peers), nonce_a, nonce_b, is_founder),
+      collectives_(members_),
+      messages_(members_),
+      spin_(members_.world() <= cores() ? kCallerSpin : std::chrono::microseconds(0)),
+      owner_(::getpid()) {}
+
+Context::~Context() {
+  if (::getpid() == owner_) {
+    close();
+  } else if (worker_.joinable()) {
+    worker_.detach();  // it does not exist in a child
+  }
+}
+
+// ------------------------------------------------------------------------------- collectives
+
+void Context::issue(const std::shared_ptr<Op>& op, bool in_background) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  op->announcement.sequence = ++sequence_;
+  if (broken_ != nullptr || is_closing_) {
+    return end(*op, broken_ != nullptr
+                        ? broken_
+                        : std::make_exception_ptr(AbortedError("The group has been closed.")));
+  }
+  if (op->announcement.kind == Kind::kAllReduce) {
+    const std::size_t bytes = op->announcement.count * size_of(op->announcement.dtype);
+    op->allocation = registry_.find(op->targets[0], bytes);
+    if (op->allocation != nullptr) {
+      op->announcement.symmetric = op->allocation->id;
+      op->announcement.offset = static_cast<std::uint64_t>(
+          op->targets[0] - op->allocation->part(op->allocation->rank));
+    }
+  }
+  queue_.push_back(op);
+  if (!is_running_) {
+    // What is before us and needs no waiting is done on the way.
+    while (queue_.size() > 1 && queue_.front()->is_posted && collectives_.is_small(*queue_.front()) &&
+           collectives_.can_finish(*queue_.front())) {
+      execute(*queue_.front(), {});
+      note_if_broken(*queue_.front());
+      queue_.pop_front();
+    }
+    if (queue_.front() == op) collectives_.post(*op);
+  }
+  const bool needs_somebody = queue_.front() != op || !collectives_.is_small(*op);
+  if (in_background && needs_somebody) start_worker();
+}
+
+void Context::wait(const std::shared_ptr<Op>& op, const Interrupted& interrupted) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!op->is_done) {
+    if (!is_running_) {
+      run_until(lock, op.get(), {spin_, interrupted});
+    } else if (changed_.wait_for(lock, kSlice) == std::cv_status::timeout && interrupted &&
+               interrupted()) {
+      throw InterruptedError("The wait for " + describe(op->announcement) + " was interrupted.");
+    }
+  }
+  lock.unlock();
+  if (op->error != nullptr) std::rethrow_exception(op->error);
+}
+
+void Context::leave_to_background() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!queue_.empty()) start_worker();
+}
+
+// Carries out what is queued, up to `last` or all of it.
+void Context::run_until(std::unique_lock<std::mutex>& lock, const Op* last,
+                        const Patience& patience) {
+  is_running_ = true;
+  while (!queue_.empty() && (last == nullptr || !last->is_done)) {
+    const std::shared_ptr<Op> op = queue_.front();
+    if (broken_ != nullptr) {
+      end(*op, broken_);
+    } else {
+      lock.unlock();
+      execute(*op, patience);
+      lock.lock();
+      note_if_broken(*op);
+    }
+    queue_.pop_front();
+    changed_.notify_all();
+  }
+  is_running_ = false;
+  changed_.notify_all();
+  if (last != nullptr && !queue_.empty() && is_wanted_) work_.notify_all();
+}
+
+void Context::execute(Op& op, const Patience& patience) {
+  std::exception_ptr error;
+  try {
+    if (!op.is_posted) collectives_.post(op);
+    collectives_.finish(op, patience);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  end(op, error);
+}
+
+void Context::end(Op& op, const std::exception_ptr& error) {
+  op.error = error;
+  op.allocation = nullptr;
+  op.is_done.store(true, std::memory_order_release);
+}
+
+void Context::note_if_broken(const Op& op) {
+  if (op.error == nullptr || broken_ != nullptr) return;
+  try {
+    std::rethrow_exception(op.error);
+  } catch (const PeerLostError& lost) {
+    members_.fail(lost.what(), lost.rank);
+  } catch (const BrokenError& other) {
+    members_.fail(other.what(), -1);
+  } catch (const std::exception&) {
+    return;
+  }
+  broken_ = op.error;
+}
+
+void Context::start_worker() {
+  is_wanted_ = true;
+  if (!worker_.joinable()) worker_ = std::thread([this] { work(); });
+  work_.notify_all();
+}
+
+void Context::work() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    work_.wait(lock, [this] { return is_closing_ || (is_wanted_ && !queue_.empty() && !is_running_); });
+    if (is_closing_) return;
+    run_until(lock, nullptr, {kWorkerSpin, {}});
+    is_wanted_ = false;
+  }
+}
+
+// ------------------------------------------------------------------------------- point to point
+
+void Context::issue(const std::shared_ptr<Message>& message, bool in_background) {
+  if (message->announcement.kind == Kind::kSend) {
+    messages_.send(message, in_background);
+  } else {
+    messages_.receive(message, in_background);
+  }
+}
+
+void Context::wait(const std::shared_ptr<Message>& message, const Interrupted& interrupted) {
+  messages_.wait(message, interrupted);
+  if (message->error != nullptr) std::rethrow_exception(message->error);
+}
+
+// ------------------------------------------------------------------------------- memory
+
+std::shared_ptr<Allocation> Context::allocate(std::size_t bytes, Deadline deadline) {
+  struct Status {
+    Ticket ticket;
+    char problem[200];
+  };
+  const int world = members_.world();
+  const std::size_t page = 4096;
+  const std::size_t stride = (bytes + page - 1) / page * page;
+  auto allocation = std::make_shared<Allocation>();
+  allocation->stride = stride;
+  allocation->bytes = bytes;
+  allocation->rank = members_.rank();
+
+  // First the founder says what there is, then everybody says whether it could be mapped.
+  std::vector<Status> statuses(static_cast<std::size_t>(world));
+  Status own{};
+  for (const bool is_offer : {true, false}) {
+    if (is_offer == (members_.rank() == 0)) {
+      try {
+        const std::size_t all = stride * static_cast<std::size_t>(world);
+        allocation->segment =
+            is_offer ? Segment::create(all) : Segment::open(statuses[0].ticket, all);
+        own.ticket = is_offer ? allocation->segment.ticket() : statuses[0].ticket;
+      } catch (const std::exception& error) {
+        std::strncpy(own.problem, error.what(), sizeof own.problem - 1);
+      }
+    }
+    auto op = std::make_shared<Op>();
+    op->announcement.kind = Kind::kAllGather;
+    op->announcement.count = sizeof(Status);
+    op->deadline = deadline;
+    op->sources = {reinterpret_cast<const std::byte*>(&own)};
+    for (Status& status : statuses) op->targets.push_back(reinterpret_cast<std::byte*>(&status));
+    issue(op, false);
+    wait(op);
+    for (int rank = 0; rank < world; ++rank) {
+      const Status& status = statuses[static_cast<std::size_t>(rank)];
+      if (status.problem[0] != '\0') {
+        const std::string text(status.problem, ::strnlen(status.problem, sizeof status.problem));
+        throw SystemError("symmetric memory: " + members_.label(rank) + ": " + text);
+      }
+    }
+  }
+  allocation->segment.close_descriptor();
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    allocation->id = ++allocations_;
+  }
+  registry_.add(allocation);
+  return allocation;
+}
+
+// ------------------------------------------------------------------------------- the end
+
+void Context::abort() { members_.abort(); }
+
+void Context::close() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (is_closing_ && !worker_.joinable()) return;
+  is_closing_ = true;
+  const bool is_pending = !queue_.empty();
+  if (is_pending) members_.abort();
+  work_.notify_all();
+  while (is_running_) changed_.wait(lock);
+  for (const auto& op : queue_) {
+    if (op->is_done) continue;
+    end(*op, std::make_exception_ptr(AbortedError("The group was closed with this on its way.")));
+  }
+  queue_.clear();
+  changed_.notify_all();
+  lock.unlock();
+  if (worker_.joinable()) worker_.join();
+  members_.leave();
+  messages_.stop();
+}
+
+}  // namespace gradsync

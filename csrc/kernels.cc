@@ -1,0 +1,57 @@
+#include "kernels.h"
+
+#include "kernels_isa.h"
+
+namespace gradsync {
+namespace {
+
+using Kernel = void (*)(const Reduction&, std::size_t, std::size_t);
+
+Kernel best_kernel() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return avx2::reduce;
+#endif
+  return plain::reduce;
+}
+
+}  // namespace
+
+std::size_t size_of(DType dtype) {
+  switch (dtype) {
+    case DType::kInt16:
+    case DType::kFloat16:
+    case DType::kBFloat16: return 2;
+    case DType::kInt32:
+    case DType::kFloat32: return 4;
+    case DType::kInt64:
+    case DType::kFloat64: return 8;
+    default: return 1;
+  }
+}
+
+const char* name_of(DType dtype) {
+  static constexpr const char* kNames[] = {"bytes",   "uint8",    "int8",    "int16",  "int32",
+                                           "int64",   "float16",  "bfloat16", "float32", "float64"};
+  return dtype < DType::kCount ? kNames[static_cast<int>(dtype)] : "an unknown dtype";
+}
+
+const char* name_of(ReduceOp op) {
+  static constexpr const char* kNames[] = {"",    "sum", "avg",  "product", "min",
+                                           "max", "band", "bor", "bxor"};
+  return op < ReduceOp::kCount ? kNames[static_cast<int>(op)] : "an unknown operation";
+}
+
+bool can_reduce(DType dtype, ReduceOp op) {
+  if (dtype == DType::kBytes || dtype >= DType::kCount || op >= ReduceOp::kCount) return false;
+  const bool is_float = dtype >= DType::kFloat16;
+  const bool is_bitwise = op >= ReduceOp::kBand;
+  return op != ReduceOp::kNone && !(is_float && is_bitwise);
+}
+
+void reduce(const Reduction& reduction, std::size_t begin, std::size_t end) {
+  static const Kernel kernel = best_kernel();
+  kernel(reduction, begin, end);
+}
+
+}  // namespace gradsync

@@ -1,0 +1,196 @@
+// The kernels, to be included once for each instruction set, inside a namespace of its own.
+
+constexpr std::size_t kBlock = 1024;  // elements that stay in the first-level cache meanwhile
+
+struct BFloat16 {
+  std::uint16_t bits;
+};
+
+// How an element is read, computed with, and written.
+template <typename T>
+struct Element {
+  using Compute = T;
+  static Compute load(T value) { return value; }
+  static T store(Compute value) { return value; }
+};
+
+template <>
+struct Element<_Float16> {
+  using Compute = float;
+  static float load(_Float16 value) { return static_cast<float>(value); }
+  static _Float16 store(float value) { return static_cast<_Float16>(value); }
+};
+
+template <>
+struct Element<BFloat16> {
+  using Compute = float;
+  static float load(BFloat16 value) {
+    const std::uint32_t bits = static_cast<std::uint32_t>(value.bits) << 16;
+    float result;
+    std::memcpy(&result, &bits, sizeof result);
+    return result;
+  }
+  static BFloat16 store(float value) {  // to the nearest, ties to even; NaN stays NaN
+    std::uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    const std::uint32_t nan = (bits >> 16) | 0x40u;
+    return {static_cast<std::uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded)};
+  }
+};
+
+struct Sum {
+  template <typename C>
+  static C combine(C a, C b) {
+    if constexpr (std::is_integral_v<C>) {  // wraps around, as torch's does
+      using Unsigned = std::make_unsigned_t<C>;
+      return static_cast<C>(static_cast<Unsigned>(a) + static_cast<Unsigned>(b));
+    } else {
+      return a + b;
+    }
+  }
+};
+struct Product {
+  template <typename C>
+  static C combine(C a, C b) {
+    if constexpr (std::is_integral_v<C>) {
+      return static_cast<C>(static_cast<std::uint64_t>(a) * static_cast<std::uint64_t>(b));
+    } else {
+      return a * b;
+    }
+  }
+};
+struct Min {
+  template <typename C>
+  static C combine(C a, C b) {
+    return b < a || b != b ? b : a;
+  }
+};
+struct Max {
+  template <typename C>
+  static C combine(C a, C b) {
+    return a < b || b != b ? b : a;
+  }
+};
+struct Band {
+  template <typename C>
+  static C combine(C a, C b) { return static_cast<C>(a & b); }
+};
+struct Bor {
+  template <typename C>
+  static C combine(C a, C b) { return static_cast<C>(a | b); }
+};
+struct Bxor {
+  template <typename C>
+  static C combine(C a, C b) { return static_cast<C>(a ^ b); }
+};
+
+template <typename T, bool kAverages>
+inline T finish(typename Element<T>::Compute value, int count, typename Element<T>::Compute scale) {
+  if constexpr (!kAverages) {
+    return Element<T>::store(value);
+  } else if constexpr (std::is_integral_v<T>) {
+    return static_cast<T>(value / static_cast<T>(count));
+  } else {
+    return Element<T>::store(value * scale);
+  }
+}
+
+// Two sources, as most machines have them: one pass, also with two targets.
+template <typename T, typename Op, bool kAverages>
+void reduce_pair(const T* a, const T* b, T* const* targets, int target_count, std::size_t begin,
+                 std::size_t end) {
+  using E = Element<T>;
+  const auto scale = static_cast<typename E::Compute>(0.5);
+  if (target_count == 2) {
+    T* first = targets[0];
+    T* second = targets[1];
+    // Iterations do not depend on each other: a target is a source at the same element, or elsewhere.
+#pragma GCC ivdep
+    for (std::size_t i = begin; i < end; ++i) {
+      const T value =
+          finish<T, kAverages>(Op::combine(E::load(a[i]), E::load(b[i])), 2, scale);
+      first[i] = value;
+      second[i] = value;
+    }
+    return;
+  }
+  T* first = targets[0];
+#pragma GCC ivdep
+  for (std::size_t i = begin; i < end; ++i) {
+    first[i] = finish<T, kAverages>(Op::combine(E::load(a[i]), E::load(b[i])), 2, scale);
+  }
+}
+
+template <typename T, typename Op, bool kAverages>
+void reduce_many(const Reduction& reduction, std::size_t begin, std::size_t end) {
+  using E = Element<T>;
+  using C = typename E::Compute;
+  const int count = reduction.source_count;
+  const C scale = std::is_integral_v<T> ? C(1) : static_cast<C>(1.0 / count);
+  C block[kBlock];
+  T result[kBlock];
+  for (std::size_t at = begin; at < end; at += kBlock) {
+    const std::size_t length = std::min(kBlock, end - at);
+    const T* source = static_cast<const T*>(reduction.sources[0]) + at;
+    for (std::size_t i = 0; i < length; ++i) block[i] = E::load(source[i]);
+    for (int rank = 1; rank < count; ++rank) {
+      source = static_cast<const T*>(reduction.sources[rank]) + at;
+      for (std::size_t i = 0; i < length; ++i) block[i] = Op::combine(block[i], E::load(source[i]));
+    }
+    for (std::size_t i = 0; i < length; ++i) {
+      result[i] = finish<T, kAverages>(block[i], count, scale);
+    }
+    for (int target = 0; target < reduction.target_count; ++target) {
+      std::memcpy(static_cast<T*>(reduction.targets[target]) + at, result, length * sizeof(T));
+    }
+  }
+}
+
+template <typename T, typename Op, bool kAverages = false>
+void reduce_as(const Reduction& reduction, std::size_t begin, std::size_t end) {
+  if (reduction.source_count == 2 && reduction.target_count <= 2) {
+    reduce_pair<T, Op, kAverages>(static_cast<const T*>(reduction.sources[0]),
+                                  static_cast<const T*>(reduction.sources[1]),
+                                  reinterpret_cast<T* const*>(reduction.targets),
+                                  reduction.target_count, begin, end);
+  } else {
+    reduce_many<T, Op, kAverages>(reduction, begin, end);
+  }
+}
+
+template <typename T>
+void reduce_numbers(const Reduction& reduction, std::size_t begin, std::size_t end) {
+  switch (reduction.op) {
+    case ReduceOp::kSum: return reduce_as<T, Sum>(reduction, begin, end);
+    case ReduceOp::kAvg: return reduce_as<T, Sum, true>(reduction, begin, end);
+    case ReduceOp::kProduct: return reduce_as<T, Product>(reduction, begin, end);
+    case ReduceOp::kMin: return reduce_as<T, Min>(reduction, begin, end);
+    case ReduceOp::kMax: return reduce_as<T, Max>(reduction, begin, end);
+    case ReduceOp::kBand:
+      if constexpr (std::is_integral_v<T>) return reduce_as<T, Band>(reduction, begin, end);
+      break;
+    case ReduceOp::kBor:
+      if constexpr (std::is_integral_v<T>) return reduce_as<T, Bor>(reduction, begin, end);
+      break;
+    case ReduceOp::kBxor:
+      if constexpr (std::is_integral_v<T>) return reduce_as<T, Bxor>(reduction, begin, end);
+      break;
+    default: break;
+  }
+}
+
+inline void reduce_any(const Reduction& reduction, std::size_t begin, std::size_t end) {
+  switch (reduction.dtype) {
+    case DType::kUInt8: return reduce_numbers<std::uint8_t>(reduction, begin, end);
+    case DType::kInt8: return reduce_numbers<std::int8_t>(reduction, begin, end);
+    case DType::kInt16: return reduce_numbers<std::int16_t>(reduction, begin, end);
+    case DType::kInt32: return reduce_numbers<std::int32_t>(reduction, begin, end);
+    case DType::kInt64: return reduce_numbers<std::int64_t>(reduction, begin, end);
+    case DType::kFloat16: return reduce_numbers<_Float16>(reduction, begin, end);
+    case DType::kBFloat16: return reduce_numbers<BFloat16>(reduction, begin, end);
+    case DType::kFloat32: return reduce_numbers<float>(reduction, begin, end);
+    case DType::kFloat64: return reduce_numbers<double>(reduction, begin, end);
+    default: break;
+  }
+}

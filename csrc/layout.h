@@ -1,0 +1,111 @@
+// What lies where in the segment of a group.
+//
+//   Header | a Line for each rank | slots: in[2], out[2] for each rank | a Channel for each pair
+//
+// A Line is written by its rank alone, and so are its slots. See docs/shared-memory.md.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace gradsync {
+
+constexpr std::uint64_t kMagic = 0x636e797364617267;  // "gradsync"
+constexpr std::uint32_t kVersion = 1;
+constexpr int kMaxRanks = 256;
+constexpr std::size_t kSlotBytes = 256 * 1024;
+constexpr std::size_t kSmallBytes = 32 * 1024;       // up to here one exchange does it all
+constexpr std::size_t kPairBytes = 16 * 1024 * 1024;  // of all channels together, at most
+constexpr std::size_t kMaxChannelBytes = 64 * 1024;
+constexpr std::size_t kAlignment = 128;  // two cache lines: neighbours are fetched in pairs
+
+enum class Kind : std::uint32_t {
+  kNone, kAllReduce, kReduce, kBroadcast, kAllGather, kReduceScatter, kAllToAll, kGather, kScatter,
+  kBarrier, kAllocate, kSend, kRecv, kCount
+};
+
+// What a rank is about to do. All ranks have to say the same, but for the fields below the line.
+struct Announcement {
+  std::uint64_t sequence = 0;
+  Kind kind = Kind::kNone;
+  DType dtype = DType::kBytes;
+  ReduceOp op = ReduceOp::kNone;
+  std::int32_t root = -1;
+  std::uint64_t count = 0;  // elements a rank contributes, or of a piece
+  // ---
+  std::uint64_t symmetric = 0;  // the allocation that the tensor is in, or 0
+  std::uint64_t offset = 0;     // where in it
+};
+
+enum class State : std::uint32_t { kPresent, kLeft, kAborted, kFailed };
+
+struct alignas(kAlignment) Line {
+  std::atomic<std::uint32_t> clock;     // how many ticks this rank has gone; a futex
+  std::atomic<std::uint32_t> sleepers;  // who wait for the clock
+  std::atomic<State> state;
+  std::atomic<std::int32_t> blames;     // kFailed: the rank that it lost, or -1
+  char reason[480];                     // kFailed: what it said, written before the state
+  alignas(64) Announcement announcements[2];
+  // Point to point: rung whenever a channel from or to this rank has moved.
+  alignas(kAlignment) std::atomic<std::uint32_t> bell;
+  std::atomic<std::uint32_t> bell_sleepers;
+};
+
+// A ring of bytes from one rank to another.
+struct alignas(kAlignment) Channel {
+  std::atomic<std::uint64_t> written;  // by the sender
+  alignas(kAlignment) std::atomic<std::uint64_t> read;  // by the receiver
+};
+
+struct Header {
+  std::uint64_t magic;
+  std::uint32_t version;
+  std::uint32_t world;
+  std::uint64_t nonce[2];
+};
+
+static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
+
+// The places, computed and never read from the segment.
+class Layout {
+ public:
+  explicit Layout(int world) : world_(static_cast<std::size_t>(world)) {
+    channel_bytes_ = kMaxChannelBytes;
+    while (channel_bytes_ * world_ * world_ > kPairBytes) channel_bytes_ /= 2;
+  }
+
+  std::size_t bytes() const { return channels() + world_ * world_ * channel_stride(); }
+  std::size_t channel_bytes() const { return channel_bytes_; }
+
+  Header* header(std::byte* base) const { return reinterpret_cast<Header*>(base); }
+  Line* line(std::byte* base, int rank) const {
+    return reinterpret_cast<Line*>(base + kAlignment) + rank;
+  }
+  std::byte* in(std::byte* base, int rank, unsigned turn) const {
+    return base + slots() + (static_cast<std::size_t>(rank) * 4 + (turn & 1)) * kSlotBytes;
+  }
+  std::byte* out(std::byte* base, int rank, unsigned turn) const {
+    return base + slots() + (static_cast<std::size_t>(rank) * 4 + 2 + (turn & 1)) * kSlotBytes;
+  }
+  Channel* channel(std::byte* base, int from, int to) const {
+    const std::size_t pair = static_cast<std::size_t>(from) * world_ + static_cast<std::size_t>(to);
+    return reinterpret_cast<Channel*>(base + channels() + pair * channel_stride());
+  }
+
+ private:
+  static constexpr std::size_t up(std::size_t bytes) {
+    return (bytes + 4095) / 4096 * 4096;
+  }
+  std::size_t slots() const { return up(kAlignment + world_ * sizeof(Line)); }
+  std::size_t channels() const { return slots() + world_ * 4 * kSlotBytes; }
+  std::size_t channel_stride() const { return sizeof(Channel) + channel_bytes_; }
+
+  std::size_t world_;
+  std::size_t channel_bytes_;
+};
+
+}  // namespace gradsync

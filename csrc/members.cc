@@ -1,0 +1,190 @@
+#include "members.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+namespace gradsync {
+namespace {
+
+// A sleeper looks this often whether its peers still live.
+constexpr std::chrono::milliseconds kSlice{100};
+
+const char* name_of(Kind kind) {
+  static constexpr const char* kNames[] = {"nothing",    "all_reduce",     "reduce",     "broadcast",
+                                           "all_gather", "reduce_scatter", "all_to_all", "gather",
+                                           "scatter",    "barrier",        "symmetric allocation",
+                                           "send",       "recv"};
+  return kind < Kind::kCount ? kNames[static_cast<int>(kind)] : "an unknown collective";
+}
+
+bool is_point_to_point(Kind kind) { return kind == Kind::kSend || kind == Kind::kRecv; }
+
+std::string name_of(const Errand& errand) {
+  const Announcement& a = *errand.announcement;
+  if (is_point_to_point(a.kind)) return describe(a);
+  return "collective " + std::to_string(a.sequence) + ", " + describe(a);
+}
+
+}  // namespace
+
+std::string describe(const Announcement& a) {
+  std::string text = name_of(a.kind);
+  if (a.kind == Kind::kBarrier || a.kind == Kind::kNone) return text;
+  text += '(';
+  if (a.op != ReduceOp::kNone) text += std::string(name_of(a.op)) + ", ";
+  if (a.root >= 0) {
+    const char* role = a.kind == Kind::kSend ? "to group rank " : a.kind == Kind::kRecv
+                           ? "from group rank "
+                           : "root ";
+    text += role + std::to_string(a.root) + ", ";
+  }
+  return text + std::to_string(a.count) + " x " + name_of(a.dtype) + ')';
+}
+
+Members::Members(Segment segment, int rank, std::vector<Peer> peers, std::uint64_t nonce_a,
+                 std::uint64_t nonce_b, bool is_founder)
+    : segment_(std::move(segment)),
+      layout_(static_cast<int>(peers.size())),
+      rank_(rank),
+      peers_(std::move(peers)) {
+  Header& header = *layout_.header(segment_.data());
+  if (is_founder) {  // fresh pages are zero, and State::kPresent is
+    header = {kMagic, kVersion, static_cast<std::uint32_t>(world()), {nonce_a, nonce_b}};
+  } else if (header.magic != kMagic || header.version != kVersion ||
+             header.world != static_cast<std::uint32_t>(world()) || header.nonce[0] != nonce_a ||
+             header.nonce[1] != nonce_b) {
+    throw InvalidError("the segment that was announced belongs to another group");
+  }
+  lives_.resize(peers_.size());
+  for (int peer = 0; peer < world(); ++peer) {
+    const Peer& facts = peers_[static_cast<std::size_t>(peer)];
+    if (peer != rank_) lives_[static_cast<std::size_t>(peer)] = Life(facts.pid, facts.started);
+  }
+}
+
+void Members::tick() {
+  Line& own = line(rank_);
+  own.clock.store(++clock_, std::memory_order_seq_cst);
+  ring(own.clock, own.sleepers);
+}
+
+bool Members::all_reached(std::uint32_t tick) const {
+  for (int peer = 0; peer < world(); ++peer) {
+    if (peer != rank_ && !reached(line(peer).clock.load(std::memory_order_acquire), tick)) return false;
+  }
+  return true;
+}
+
+void Members::await(std::uint32_t tick, const Errand& errand, const Patience& patience) {
+  for (int peer = 0; peer < world(); ++peer) {
+    if (peer == rank_) continue;
+    Line& other = line(peer);
+    Spin spinning(patience.spin);
+    while (true) {
+      const std::uint32_t seen = other.clock.load(std::memory_order_acquire);
+      if (reached(seen, tick)) break;
+      if (aborted()) throw AbortedError(name_of(errand) + " was aborted.");
+      if (spinning.again()) continue;
+      if (patience.interrupted && patience.interrupted()) {
+        throw InterruptedError(name_of(errand) + " was interrupted.");
+      }
+      std::vector<int> missing;
+      for (int each = 0; each < world(); ++each) {
+        if (each == rank_ || reached(line(each).clock.load(std::memory_order_acquire), tick)) continue;
+        check(each, errand);
+        // It may have come and gone while we looked.
+        if (!reached(line(each).clock.load(std::memory_order_acquire), tick)) missing.push_back(each);
+      }
+      const auto left = errand.deadline - Clock::now();
+      if (left <= left.zero() && !missing.empty()) give_up(errand, missing);
+      sleep_on(other.clock, seen, other.sleepers, std::min<Clock::duration>(kSlice, left));
+    }
+  }
+}
+
+bool Members::is_gone(int peer) const {
+  return line(peer).state.load(std::memory_order_acquire) != State::kPresent ||
+         lives_[static_cast<std::size_t>(peer)].is_over();
+}
+
+void Members::check(int peer, const Errand& errand) const {
+  const Line& other = line(peer);
+  const std::uint32_t before = other.clock.load(std::memory_order_acquire);
+  const State state = other.state.load(std::memory_order_acquire);
+  const bool is_over = lives_[static_cast<std::size_t>(peer)].is_over();
+  if (state == State::kPresent && !is_over) return;
+  // What it did before it ended counts.
+  if (other.clock.load(std::memory_order_acquire) != before) return;
+  if (state == State::kFailed) {
+    const int blamed = other.blames.load(std::memory_order_relaxed);
+    const std::string reason(other.reason, ::strnlen(other.reason, sizeof other.reason));
+    const std::string text =
+        name_of(errand) + " cannot complete: " + label(peer) + " gave up: " + reason;
+    if (blamed >= 0 && blamed < world()) throw PeerLostError(text, blamed);
+    throw BrokenError(text);
+  }
+  if (state == State::kAborted) {
+    throw AbortedError(name_of(errand) + " cannot complete: " + label(peer) + " aborted the group.");
+  }
+  lost(peer, errand, state == State::kLeft ? "has left the group" : "has ended");
+}
+
+void Members::lost(int peer, const Errand& errand, const std::string& how) const {
+  const Line& other = line(peer);
+  const Announcement* last = &other.announcements[0];
+  if (other.announcements[1].sequence > last->sequence) last = &other.announcements[1];
+  throw PeerLostError(label(peer) + " " + how + " while " + name_of(errand) +
+                          ", waited for it. Its last collective was " +
+                          std::to_string(last->sequence) + ", " + describe(*last) + '.',
+                      peer);
+}
+
+void Members::give_up(const Errand& errand, const std::vector<int>& missing) const {
+  std::string text = name_of(errand) + ": the deadline has passed. Not arrived: ";
+  for (std::size_t i = 0; i < missing.size(); ++i) {
+    const Line& other = line(missing[i]);
+    const std::uint64_t last =
+        std::max(other.announcements[0].sequence, other.announcements[1].sequence);
+    text += (i ? ", " : "") + label(missing[i]);
+    if (!is_point_to_point(errand.announcement->kind)) {
+      text += ", whose last collective was " + std::to_string(last);
+    }
+  }
+  throw DeadlineError(text + '.', missing);
+}
+
+void Members::set_state(State state) {
+  Line& own = line(rank_);
+  State present = State::kPresent;
+  own.state.compare_exchange_strong(present, state, std::memory_order_seq_cst);
+  wake_all(own.clock);
+  for (int peer = 0; peer < world(); ++peer) {  // who wait for a message of ours
+    if (peer == rank_) continue;
+    line(peer).bell.fetch_add(1, std::memory_order_seq_cst);
+    wake_all(line(peer).bell);
+  }
+}
+
+void Members::leave() { set_state(State::kLeft); }
+
+void Members::fail(const std::string& reason, int blames) {
+  Line& own = line(rank_);
+  if (own.state.load(std::memory_order_relaxed) != State::kPresent) return;
+  const std::size_t length = std::min(reason.size(), sizeof own.reason - 1);
+  std::memcpy(own.reason, reason.data(), length);
+  own.reason[length] = '\0';
+  own.blames.store(blames, std::memory_order_relaxed);
+  set_state(State::kFailed);
+}
+
+void Members::abort() {
+  aborted_.store(true, std::memory_order_relaxed);
+  set_state(State::kAborted);
+  // Our own threads sleep on the others' clocks, or on our bell.
+  for (int peer = 0; peer < world(); ++peer) wake_all(line(peer).clock);
+  line(rank_).bell.fetch_add(1, std::memory_order_seq_cst);
+  wake_all(line(rank_).bell);
+}
+
+}  // namespace gradsync

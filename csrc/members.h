@@ -1,0 +1,86 @@
+// The ranks of a group on this machine: where each stands, and whether it lives.
+//
+// Every rank has a clock, which only it moves, tick by tick. All protocols are made of two moves: tick()
+// says that this rank has done something, await() waits until all others have come as far.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "error.h"
+#include "layout.h"
+#include "segment.h"
+#include "sync.h"
+
+namespace gradsync {
+
+// Who a rank is, as it told the others.
+struct Peer {
+  std::int64_t pid = 0;
+  std::uint64_t started = 0;
+  std::string label;  // for messages: "rank 3 (pid 17 on host a)"
+};
+
+// What is waited for, for messages.
+struct Errand {
+  const Announcement* announcement;
+  Deadline deadline;
+};
+
+class Members {
+ public:
+  Members(Segment segment, int rank, std::vector<Peer> peers, std::uint64_t nonce_a,
+          std::uint64_t nonce_b, bool is_founder);
+
+  int rank() const { return rank_; }
+  int world() const { return static_cast<int>(peers_.size()); }
+  const std::string& label(int rank) const { return peers_[static_cast<std::size_t>(rank)].label; }
+
+  std::uint32_t clock() const { return clock_; }
+  void tick();
+  bool all_reached(std::uint32_t tick) const;
+  void await(std::uint32_t tick, const Errand& errand, const Patience& patience);
+
+  Announcement& announcement(int rank, std::uint64_t sequence) {
+    return line(rank).announcements[sequence & 1];
+  }
+  std::byte* in(int rank, unsigned turn) { return layout_.in(segment_.data(), rank, turn); }
+  std::byte* out(int rank, unsigned turn) { return layout_.out(segment_.data(), rank, turn); }
+  Channel& channel(int from, int to) { return *layout_.channel(segment_.data(), from, to); }
+  std::size_t channel_bytes() const { return layout_.channel_bytes(); }
+  Line& line(int rank) { return *layout_.line(segment_.data(), rank); }
+  const Line& line(int rank) const { return *layout_.line(segment_.data(), rank); }
+
+  // Everybody has mapped the segment.
+  void close_descriptor() { segment_.close_descriptor(); }
+  Ticket ticket() const { return segment_.ticket(); }
+
+  // Let nobody wait for us any more. The first state that is set stays.
+  void leave();
+  void fail(const std::string& reason, int blames);
+  void abort();
+  bool aborted() const { return aborted_.load(std::memory_order_relaxed); }
+
+  bool is_gone(int peer) const;
+  // Throws if `peer` cannot be expected to go on.
+  void check(int peer, const Errand& errand) const;
+  [[noreturn]] void give_up(const Errand& errand, const std::vector<int>& missing) const;
+
+ private:
+  void set_state(State state);
+  [[noreturn]] void lost(int peer, const Errand& errand, const std::string& how) const;
+
+  Segment segment_;
+  Layout layout_;
+  int rank_;
+  std::vector<Peer> peers_;
+  std::vector<Life> lives_;
+  std::uint32_t clock_ = 0;
+  std::atomic<bool> aborted_{false};
+};
+
+std::string describe(const Announcement& announcement);
+
+}  // namespace gradsync

@@ -1,0 +1,350 @@
+#include "messages.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "probe.h"
+
+namespace gradsync {
+namespace {
+
+constexpr std::uint32_t kHeadMagic = 0x6d736731;
+constexpr std::chrono::milliseconds kPatience{100};
+constexpr std::chrono::microseconds kSpin{20};
+
+std::byte* ring_of(Channel& channel) { return reinterpret_cast<std::byte*>(&channel + 1); }
+
+Errand errand(const Message& message) { return {&message.announcement, message.deadline}; }
+
+}  // namespace
+
+Messages::Messages(Members& members)
+    : members_(members),
+      sends_(static_cast<std::size_t>(members.world())),
+      inlets_(static_cast<std::size_t>(members.world())) {}
+
+Messages::~Messages() { stop(); }
+
+void Messages::send(const std::shared_ptr<Message>& message, bool in_background) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  sends_[static_cast<std::size_t>(message->other)].push_back(message);
+  begin(message, in_background);
+}
+
+void Messages::receive(const std::shared_ptr<Message>& message, bool in_background) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  receives_.push_back(message);
+  begin(message, in_background);
+}
+
+void Messages::begin(const std::shared_ptr<Message>& message, bool in_background) {
+  if (members_.aborted()) {
+    fail_all(std::make_exception_ptr(AbortedError("The group was aborted.")));
+    return;
+  }
+  progress();
+  if (message->is_done || !in_background || stopping_) return;
+  in_background_ = true;
+  if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+  work_.notify_all();
+}
+
+void Messages::wait(const std::shared_ptr<Message>& message, const Interrupted& interrupted) {
+  Line& own = members_.line(members_.rank());
+  Spin spin(kSpin);
+  while (!message->is_done) {
+    const std::uint32_t seen = own.bell.load(std::memory_order_seq_cst);
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      if (progress()) continue;
+      if (message->is_done) break;
+      bool overdue = false;
+      if (!spin.again()) check_peers(overdue);
+      if (overdue || message->is_done) continue;
+    }
+    if (own.bell.load(std::memory_order_seq_cst) != seen || spin.again()) continue;
+    if (interrupted && interrupted()) throw InterruptedError("A message was interrupted.");
+    sleep_on(own.bell, seen, own.bell_sleepers, kPatience);
+  }
+}
+
+void Messages::stop() {
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    stopping_ = true;
+    fail_all(std::make_exception_ptr(AbortedError("The group was closed with messages on their way.")));
+  }
+  work_.notify_all();
+  ring_bell(members_.rank());
+  if (thread_.joinable()) thread_.join();
+}
+
+void Messages::run() {
+  Line& own = members_.line(members_.rank());
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!stopping_) {
+    const bool idle = receives_.empty() && std::all_of(sends_.begin(), sends_.end(),
+                                                       [](const auto& queue) { return queue.empty(); });
+    if (idle) {
+      work_.wait(lock);
+      continue;
+    }
+    const std::uint32_t seen = own.bell.load(std::memory_order_seq_cst);
+    if (progress()) continue;
+    bool overdue = false;
+    check_peers(overdue);
+    if (overdue) continue;
+    lock.unlock();
+    sleep_on(own.bell, seen, own.bell_sleepers, kPatience);
+    lock.lock();
+  }
+}
+
+// ------------------------------------------------------------------------------- moving
+
+bool Messages::progress() {
+  bool moved = false;
+  for (auto& queue : sends_) {
+    while (!queue.empty()) {
+      const std::shared_ptr<Message> message = queue.front();
+      moved |= push(*message);
+      if (!message->is_done) break;
+      queue.pop_front();
+    }
+  }
+  moved |= take_strays();
+  for (int from = 0; from < members_.world(); ++from) {
+    if (from != members_.rank()) moved |= pull(from);
+  }
+  if (moved) {  // another thread of ours may wait for what this one has moved
+    ring_bell(members_.rank());
+  }
+  return moved;
+}
+
+bool Messages::push(Message& message) {
+  bool moved = false;
+  if (!message.has_begun) {
+    const Head head{message.bytes, message.tag, kHeadMagic};
+    const Channel& channel = members_.channel(members_.rank(), message.other);
+    const std::uint64_t used = channel.written.load(std::memory_order_relaxed) -
+                               channel.read.load(std::memory_order_acquire);
+    if (members_.channel_bytes() - used < sizeof head) return false;
+    put(message.other, reinterpret_cast<const std::byte*>(&head), sizeof head);
+    message.has_begun = moved = true;
+    probe(Phase::kMessage);
+  }
+  const std::size_t put_in =
+      put(message.other, message.data + message.moved, message.bytes - message.moved);
+  message.moved += put_in;
+  if (moved || put_in > 0) ring_bell(message.other);
+  if (message.moved == message.bytes) finish(message, nullptr);
+  return moved || put_in > 0;
+}
+
+bool Messages::pull(int from) {
+  Inlet& inlet = inlets_[static_cast<std::size_t>(from)];
+  bool moved = false;
+  while (true) {
+    if (!inlet.has_head) {
+      const Channel& channel = members_.channel(from, members_.rank());
+      const std::uint64_t there = channel.written.load(std::memory_order_acquire) -
+                                  channel.read.load(std::memory_order_relaxed);
+      if (there < sizeof(Head)) break;
+      get(from, reinterpret_cast<std::byte*>(&inlet.head), sizeof(Head));
+      if (inlet.head.magic != kHeadMagic) {
+        fail_all(std::make_exception_ptr(InvalidError("the channel from " + members_.label(from) +
+                                                      " holds something that is no message")));
+        break;
+      }
+      inlet.has_head = moved = true;
+      inlet.taken = 0;
+    }
+    if (inlet.message == nullptr && !inlet.is_stray && !match(from)) break;
+    std::byte* data = inlet.is_stray ? inlet.strays.back().data.data() : inlet.message->data;
+    const std::size_t taken = get(from, data + inlet.taken, inlet.head.bytes - inlet.taken);
+    inlet.taken += taken;
+    if (taken > 0) {
+      moved = true;
+      ring_bell(from);
+    }
+    if (inlet.taken < inlet.head.bytes) break;
+    if (inlet.message != nullptr) finish(*inlet.message, nullptr);
+    inlet.message = nullptr;
+    inlet.has_head = inlet.is_stray = false;
+    moved = true;
+    take_strays();
+  }
+  return moved;
+}
+
+// Whose is the message that stands first in the channel? False: nobody's yet, and it is in nobody's way.
+bool Messages::match(int from) {
+  Inlet& inlet = inlets_[static_cast<std::size_t>(from)];
+  bool is_in_the_way = false;
+  for (auto entry = receives_.begin(); entry != receives_.end(); ++entry) {
+    Message& message = **entry;
+    if (message.other != kAnySource && message.other != from) continue;
+    if (message.tag != inlet.head.tag) {
+      is_in_the_way = true;
+      continue;
+    }
+    message.source = from;
+    if (message.bytes != inlet.head.bytes) {
+      finish(message, std::make_exception_ptr(MismatchError(
+                          "recv from " + members_.label(from) + " with tag " +
+                          std::to_string(message.tag) + " expects " + std::to_string(message.bytes) +
+                          " bytes, but " + std::to_string(inlet.head.bytes) + " were sent.")));
+      receives_.erase(entry);
+      inlet.is_stray = true;  // its bytes have to go somewhere
+      inlet.strays.push_back({-1, std::vector<std::byte>(inlet.head.bytes)});
+      return true;
+    }
+    inlet.message = *entry;
+    receives_.erase(entry);
+    return true;
+  }
+  if (!is_in_the_way) return false;
+  inlet.is_stray = true;
+  inlet.strays.push_back({inlet.head.tag, std::vector<std::byte>(inlet.head.bytes)});
+  return true;
+}
+
+bool Messages::take_strays() {
+  bool moved = false;
+  for (auto entry = receives_.begin(); entry != receives_.end();) {
+    Message& message = **entry;
+    bool found = false;
+    for (int from = 0; from < members_.world() && !found; ++from) {
+      if (message.other != kAnySource && message.other != from) continue;
+      Inlet& inlet = inlets_[static_cast<std::size_t>(from)];
+      for (auto stray = inlet.strays.begin(); stray != inlet.strays.end(); ++stray) {
+        const bool is_arriving = inlet.is_stray && std::next(stray) == inlet.strays.end();
+        if (is_arriving || stray->tag != message.tag) continue;
+        message.source = from;
+        std::exception_ptr error;
+        if (stray->data.size() == message.bytes) {
+          std::memcpy(message.data, stray->data.data(), message.bytes);
+        } else {
+          error = std::make_exception_ptr(MismatchError(
+              "recv from " + members_.label(from) + " with tag " + std::to_string(message.tag) +
+              " expects " + std::to_string(message.bytes) + " bytes, but " +
+              std::to_string(stray->data.size()) + " were sent."));
+        }
+        inlet.strays.erase(stray);
+        finish(message, error);
+        found = true;
+        break;
+      }
+    }
+    moved |= found;
+    entry = found ? receives_.erase(entry) : std::next(entry);
+  }
+  return moved;
+}
+
+void Messages::finish(Message& message, std::exception_ptr error) {
+  message.error = error;
+  message.is_done.store(true, std::memory_order_release);
+}
+
+void Messages::fail_all(std::exception_ptr error) {
+  for (auto& queue : sends_) {
+    for (auto& message : queue) finish(*message, error);
+    queue.clear();
+  }
+  for (auto& message : receives_) finish(*message, error);
+  receives_.clear();
+  for (Inlet& inlet : inlets_) {
+    if (inlet.message != nullptr) finish(*inlet.message, error);
+    inlet.message = nullptr;
+  }
+}
+
+// Fails what cannot succeed any more, each message by itself.
+void Messages::check_peers(bool& overdue) {
+  if (members_.aborted()) {
+    overdue = true;
+    return fail_all(std::make_exception_ptr(AbortedError("The group was aborted.")));
+  }
+  // What a peer sent before it ended counts: fetch that first, and only then hold its end against it.
+  for (int peer = 0; peer < members_.world(); ++peer) {
+    if (peer != members_.rank() && members_.is_gone(peer) && progress()) {
+      overdue = true;
+      return;
+    }
+  }
+  const auto look = [&](Message& message, int peer) {
+    try {
+      if (peer != kAnySource) {
+        members_.check(peer, errand(message));
+      } else {
+        for (int rank = 0; rank < members_.world(); ++rank) {
+          if (rank != members_.rank()) members_.check(rank, errand(message));
+        }
+      }
+      if (Clock::now() >= message.deadline) {
+        std::vector<int> missing;
+        if (peer != kAnySource) missing.push_back(peer);
+        members_.give_up(errand(message), missing);
+      }
+    } catch (const std::exception&) {
+      finish(message, std::current_exception());
+      overdue = true;
+    }
+    return message.is_done.load();
+  };
+  for (int to = 0; to < members_.world(); ++to) {
+    auto& queue = sends_[static_cast<std::size_t>(to)];
+    while (!queue.empty() && look(*queue.front(), to)) queue.pop_front();
+  }
+  receives_.remove_if([&](const auto& message) { return look(*message, message->other); });
+  for (int from = 0; from < members_.world(); ++from) {
+    Inlet& inlet = inlets_[static_cast<std::size_t>(from)];
+    if (inlet.message != nullptr && look(*inlet.message, from)) {
+      inlet.message = nullptr;
+      inlet.is_stray = true;  // should the rest come after all
+      inlet.strays.push_back({-1, std::vector<std::byte>(inlet.head.bytes)});
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------- the ring
+
+std::size_t Messages::put(int to, const std::byte* data, std::size_t bytes) {
+  Channel& channel = members_.channel(members_.rank(), to);
+  const std::size_t capacity = members_.channel_bytes();
+  const std::uint64_t written = channel.written.load(std::memory_order_relaxed);
+  const std::uint64_t used = written - channel.read.load(std::memory_order_acquire);
+  if (used > capacity) throw InvalidError("the channel to " + members_.label(to) + " is damaged");
+  const std::size_t count = std::min(bytes, capacity - static_cast<std::size_t>(used));
+  const std::size_t at = written % capacity;
+  const std::size_t first = std::min(count, capacity - at);
+  if (first > 0) std::memcpy(ring_of(channel) + at, data, first);
+  if (count > first) std::memcpy(ring_of(channel), data + first, count - first);
+  channel.written.store(written + count, std::memory_order_seq_cst);
+  return count;
+}
+
+std::size_t Messages::get(int from, std::byte* data, std::size_t bytes) {
+  Channel& channel = members_.channel(from, members_.rank());
+  const std::size_t capacity = members_.channel_bytes();
+  const std::uint64_t read = channel.read.load(std::memory_order_relaxed);
+  const std::uint64_t there = channel.written.load(std::memory_order_acquire) - read;
+  if (there > capacity) throw InvalidError("the channel from " + members_.label(from) + " is damaged");
+  const std::size_t count = std::min(bytes, static_cast<std::size_t>(there));
+  const std::size_t at = read % capacity;
+  const std::size_t first = std::min(count, capacity - at);
+  if (first > 0) std::memcpy(data, ring_of(channel) + at, first);
+  if (count > first) std::memcpy(data + first, ring_of(channel), count - first);
+  channel.read.store(read + count, std::memory_order_seq_cst);
+  return count;
+}
+
+void Messages::ring_bell(int rank) {
+  Line& line = members_.line(rank);
+  line.bell.fetch_add(1, std::memory_order_seq_cst);
+  ring(line.bell, line.bell_sleepers);
+}
+
+}  // namespace gradsync

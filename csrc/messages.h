@@ -1,0 +1,98 @@
+// Point to point: bytes through a ring for each pair of ranks.
+//
+// A message is a header and its bytes. The sender puts in what fits, the receiver takes out what is
+// there, whoever moved rings the other's bell. Messages of one sender with one tag arrive in order.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "members.h"
+
+namespace gradsync {
+
+constexpr int kAnySource = -1;
+
+struct Message {
+  Announcement announcement;  // for messages to the user; the root is the other rank
+  int other = kAnySource;
+  std::int32_t tag = 0;
+  std::byte* data = nullptr;  // a sender's is only read
+  std::uint64_t bytes = 0;
+  Deadline deadline;
+
+  std::uint64_t moved = 0;
+  bool has_begun = false;  // its header is in the ring, or has been read
+  int source = kAnySource;
+  std::atomic<bool> is_done{false};
+  std::exception_ptr error;
+};
+
+class Messages {
+ public:
+  explicit Messages(Members& members);
+  ~Messages();
+
+  // Moves what can be moved now. If that is not all and nobody is about to wait, a thread goes on.
+  void send(const std::shared_ptr<Message>& message, bool in_background);
+  void receive(const std::shared_ptr<Message>& message, bool in_background);
+  void wait(const std::shared_ptr<Message>& message, const Interrupted& interrupted);
+  // Ends the thread; what is pending fails with AbortedError if the group was aborted.
+  void stop();
+
+ private:
+  struct Head {
+    std::uint64_t bytes;
+    std::int32_t tag;
+    std::uint32_t magic;
+  };
+  // What has come and was not asked for yet, but stood before something that was.
+  struct Stray {
+    std::int32_t tag;
+    std::vector<std::byte> data;
+  };
+  // What arrives from one rank.
+  struct Inlet {
+    bool has_head = false;
+    Head head{};
+    std::uint64_t taken = 0;
+    std::shared_ptr<Message> message;  // whose it is
+    bool is_stray = false;             // the last of `strays` is being filled
+    std::deque<Stray> strays;
+  };
+
+  void begin(const std::shared_ptr<Message>& message, bool in_background);
+  bool progress();
+  bool push(Message& message);
+  bool pull(int from);
+  bool take_strays();
+  bool match(int from);
+  void finish(Message& message, std::exception_ptr error);
+  void fail_all(std::exception_ptr error);
+  void check_peers(bool& overdue);
+  void run();
+  std::size_t put(int to, const std::byte* data, std::size_t bytes);
+  std::size_t get(int from, std::byte* data, std::size_t bytes);
+  void ring_bell(int rank);
+
+  Members& members_;
+  std::mutex mutex_;
+  std::condition_variable work_;
+  std::vector<std::deque<std::shared_ptr<Message>>> sends_;  // by receiver, in order
+  std::list<std::shared_ptr<Message>> receives_;
+  std::vector<Inlet> inlets_;
+  std::thread thread_;
+  bool stopping_ = false;
+  bool in_background_ = false;
+};
+
+}  // namespace gradsync

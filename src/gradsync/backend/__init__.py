@@ -1,0 +1,1 @@
+"""The ``gradsync`` backend of ``torch.distributed``: collectives through shared memory."""

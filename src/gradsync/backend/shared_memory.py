@@ -1,0 +1,256 @@
+"""The Python face of the native part: tensors go in, operations under way come out.
+
+A tensor is taken as it is if it is contiguous. Any other is copied, and copied back at the end.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradsync.backend import _native
+from gradsync.backend._native import DType, Kind, ReduceOp
+from gradsync.backend.work import Finish, Handle, translate
+
+DTYPES = {
+    torch.uint8: DType.UINT8,
+    torch.int8: DType.INT8,
+    torch.int16: DType.INT16,
+    torch.int32: DType.INT32,
+    torch.int64: DType.INT64,
+    torch.float16: DType.FLOAT16,
+    torch.bfloat16: DType.BFLOAT16,
+    torch.float32: DType.FLOAT32,
+    torch.float64: DType.FLOAT64,
+}
+
+
+@dataclass(slots=True)
+class Started:
+    """An operation under way, and what it needs."""
+
+    handle: Handle
+    kept: object  # memory in use until it is done
+    finish: Finish | None = None  # what to do then
+
+
+def can_reduce(tensor: Tensor, op: ReduceOp) -> bool:
+    """Is there a kernel for this? Complex numbers can be added up, part by part."""
+    if tensor.is_complex():
+        return op in (ReduceOp.SUM, ReduceOp.AVG)
+    dtype = DTYPES.get(tensor.dtype)
+    return dtype is not None and _native.can_reduce(dtype, op)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Does it have memory that we can move?"""
+    return tensor.layout is torch.strided and tensor.device.type == "cpu"
+
+
+class SharedMemory:
+    """Collectives between the ranks of one machine. Ranks are those of ``context``."""
+
+    def __init__(self, context: _native.Context, rank: int, size: int) -> None:
+        self.context = context
+        self.rank = rank
+        self.size = size
+
+    def empty(self, count: int, dtype: torch.dtype, seconds: float) -> Tensor:
+        """A flat tensor that all ranks map. Collective: all ask for the same."""  # 1D
+        size = dtype.itemsize
+        try:
+            memory = self.context.allocate(max(count, 1) * size, seconds)
+        except RuntimeError as error:
+            raise translate(error) from error
+        return torch.frombuffer(memory, dtype=dtype, count=max(count, 1))[:count]
+
+    # ---------------------------------------------------------------- reductions
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, seconds: float, *, later: bool) -> Started:
+        """Reduce ``tensor`` in place over all ranks."""
+        flat, finish = _in_place(tensor)
+        return self._reduction(Kind.ALL_REDUCE, op, -1, [flat], [flat], finish, seconds, later)
+
+    def reduce(
+        self, tensor: Tensor, op: ReduceOp, root: int, seconds: float, *, later: bool
+    ) -> Started:
+        """Reduce ``tensor`` in place on rank ``root``; the others' stay."""
+        flat, finish = _in_place(tensor)
+        if self.rank != root:
+            finish = None
+        return self._reduction(Kind.REDUCE, op, root, [flat], [flat], finish, seconds, later)
+
+    def reduce_scatter(
+        self, output: Tensor, pieces: Sequence[Tensor], op: ReduceOp, seconds: float, *, later: bool
+    ) -> Started:
+        """Reduce the pieces over all ranks; each rank gets the one that is its own."""
+        flat, finish = _for_output(output)
+        sources = [_real(piece.contiguous()) for piece in pieces]
+        return self._reduction(Kind.REDUCE_SCATTER, op, -1, sources, [flat], finish, seconds, later)
+
+    def _reduction(
+        self,
+        kind: Kind,
+        op: ReduceOp,
+        root: int,
+        sources: list[Tensor],
+        targets: list[Tensor],
+        finish: Finish | None,
+        seconds: float,
+        later: bool,
+    ) -> Started:
+        target = targets[0]
+        handle = self.context.collective(
+            kind,
+            DTYPES[target.dtype],
+            op,
+            root,
+            target.numel(),
+            [source.data_ptr() for source in sources],
+            [target.data_ptr()],
+            (),
+            (),
+            seconds,
+            later,
+        )
+        return Started(handle, (sources, target), finish)
+
+    # ---------------------------------------------------------------- moving bytes
+
+    def broadcast(self, tensor: Tensor, root: int, seconds: float, *, later: bool) -> Started:
+        """Overwrite ``tensor`` with that of rank ``root``."""
+        flat, finish = _in_place(tensor)
+        if self.rank == root:
+            finish = None
+        return self._move(Kind.BROADCAST, root, [flat], [flat], flat, finish, seconds, later)
+
+    def all_gather(
+        self, outputs: Sequence[Tensor], tensor: Tensor, seconds: float, *, later: bool
+    ) -> Started:
+        """Collect every rank's ``tensor``."""
+        targets, finish = _for_outputs(outputs)
+        source = tensor.contiguous()
+        return self._move(Kind.ALL_GATHER, -1, [source], targets, source, finish, seconds, later)
+
+    def gather(
+        self, outputs: Sequence[Tensor], tensor: Tensor, root: int, seconds: float, *, later: bool
+    ) -> Started:
+        """Collect every rank's ``tensor`` on rank ``root``; the others have no outputs."""
+        targets, finish = _for_outputs(outputs)
+        source = tensor.contiguous()
+        return self._move(Kind.GATHER, root, [source], targets, source, finish, seconds, later)
+
+    def scatter(
+        self, output: Tensor, pieces: Sequence[Tensor], root: int, seconds: float, *, later: bool
+    ) -> Started:
+        """Give every rank its piece of rank ``root``'s; the others have none."""
+        target, finish = _for_output(output)
+        sources = [piece.contiguous() for piece in pieces]
+        return self._move(Kind.SCATTER, root, sources, [target], target, finish, seconds, later)
+
+    def all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], seconds: float, *, later: bool
+    ) -> Started:
+        """Give rank r the r-th input, and get the own one of every rank."""
+        targets, finish = _for_outputs(outputs)
+        sources = [tensor.contiguous() for tensor in inputs]
+        handle = self.context.collective(
+            Kind.ALL_TO_ALL,
+            DType.BYTES,
+            ReduceOp.NONE,
+            -1,
+            0,
+            [source.data_ptr() for source in sources],
+            [target.data_ptr() for target in targets],
+            [source.nbytes for source in sources],
+            [target.nbytes for target in targets],
+            seconds,
+            later,
+        )
+        return Started(handle, (sources, targets), finish)
+
+    def barrier(self, seconds: float, *, later: bool) -> Started:
+        """Wait until all ranks have come here."""
+        handle = self.context.collective(
+            Kind.BARRIER, DType.BYTES, ReduceOp.NONE, -1, 0, (), (), (), (), seconds, later
+        )
+        return Started(handle, None)
+
+    def _move(
+        self,
+        kind: Kind,
+        root: int,
+        sources: list[Tensor],
+        targets: list[Tensor],
+        measure: Tensor,
+        finish: Finish | None,
+        seconds: float,
+        later: bool,
+    ) -> Started:
+        """Let every rank's contribution be as large as ``measure``."""
+        dtype = DTYPES.get(measure.dtype)
+        handle = self.context.collective(
+            kind,
+            DType.BYTES if dtype is None else dtype,
+            ReduceOp.NONE,
+            root,
+            measure.nbytes if dtype is None else measure.numel(),
+            [source.data_ptr() for source in sources],
+            [target.data_ptr() for target in targets],
+            (),
+            (),
+            seconds,
+            later,
+        )
+        return Started(handle, (sources, targets), finish)
+
+    # ---------------------------------------------------------------- point to point
+
+    def send(self, tensor: Tensor, to: int, tag: int, seconds: float) -> Started:
+        """Send ``tensor`` to rank ``to``."""
+        source = tensor.contiguous()
+        handle = self.context.message(
+            Kind.SEND, source.data_ptr(), source.nbytes, to, tag, seconds, True
+        )
+        return Started(handle, source)
+
+    def recv(self, tensor: Tensor, source: int, tag: int, seconds: float) -> Started:
+        """Receive into ``tensor`` from rank ``source``, or ``ANY_SOURCE``."""
+        target, finish = _for_output(tensor)
+        handle = self.context.message(
+            Kind.RECV, target.data_ptr(), target.nbytes, source, tag, seconds, True
+        )
+        return Started(handle, target, finish)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _in_place(tensor: Tensor) -> tuple[Tensor, Finish | None]:
+    """Contiguous memory with the tensor's values; what brings the result back."""
+    if tensor.is_contiguous():
+        return _real(tensor.detach()), None
+    copy = tensor.detach().contiguous()
+    return _real(copy), lambda: tensor.detach().copy_(copy)
+
+
+def _for_output(tensor: Tensor) -> tuple[Tensor, Finish | None]:
+    """Contiguous memory for a result; what brings it to the tensor."""
+    if tensor.is_contiguous():
+        return _real(tensor.detach()), None
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return _real(copy), lambda: tensor.detach().copy_(copy)
+
+
+def _for_outputs(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Finish | None]:
+    targets, finishes = [], []
+    for tensor in tensors:
+        target, finish = _for_output(tensor)
+        targets.append(target)
+        if finish is not None:
+            finishes.append(finish)
+    if not finishes:
+        return targets, None
+    return targets, lambda: [finish() for finish in finishes]

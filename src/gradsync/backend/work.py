@@ -1,0 +1,172 @@
+"""What a collective under way looks like to torch."""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradsync.backend import _native
+from gradsync.errors import (
+    AbortedError,
+    CollectiveMismatchError,
+    DeadlineError,
+    FaultError,
+    PeerLostError,
+)
+
+Finish = Callable[[], object]
+
+
+class Handle(Protocol):
+    """What is under way below: a native operation, or something made of several."""
+
+    @property
+    def done(self) -> bool:
+        """Would ``wait`` return at once?"""
+
+    def wait(self) -> None:
+        """Wait for it, and raise if it failed."""
+
+
+class SharedMemoryWork(dist.Work):
+    """One operation: waits for it, then does what is left to do for the user's tensors."""
+
+    def __init__(
+        self,
+        handle: Handle,
+        outputs: Sequence[Tensor],
+        kept: object,
+        finish: Finish | None,
+        notifier: "Notifier",
+    ) -> None:
+        super().__init__()
+        self.handle = handle
+        self._outputs = list(outputs)
+        self._kept = kept  # memory that is written and read meanwhile
+        self._finish = finish
+        self._notifier = notifier
+        self._error: Exception | None = None
+        self._future: torch.futures.Future[list[Tensor]] | None = None
+        self._lock = threading.Lock()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the outputs are there, or raise what went wrong.
+
+        ``timeout`` is torch's: the deadline of an operation is set when it begins.
+        """
+        if self._error is not None:
+            raise self._error
+        try:
+            self.handle.wait()
+        except Exception as error:
+            self._error = translate(error)
+            raise self._error from error
+        if self._finish is not None:
+            with self._lock:
+                finish, self._finish = self._finish, None
+            if finish is not None:
+                finish()
+        self._kept = None
+        return True
+
+    def is_completed(self) -> bool:
+        """Would ``wait`` return, or raise, at once?"""
+        return self.handle.done
+
+    def is_success(self) -> bool:
+        """Is it done, and well?"""
+        return self.exception() is None and self.is_completed()
+
+    def exception(self) -> Exception | None:
+        """What went wrong, if it is known by now."""
+        if self._error is None and self.handle.done:
+            try:
+                self.wait()
+            except Exception as error:
+                return error
+        return self._error
+
+    def synchronize(self) -> None:
+        """For torch: the same as ``wait``, as there are no streams."""
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        """The tensors that it has filled."""
+        return self._outputs
+
+    def source_rank(self) -> int:
+        """Whose message was received."""
+        return int(getattr(self.handle, "source", -1))
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def get_future(self) -> "torch.futures.Future[list[Tensor]]":
+        """A future with the outputs. It completes whether or not anybody waits."""
+        if self._future is None:
+            self._future = torch.futures.Future()
+            if self.is_completed():
+                self.complete_future()
+            else:
+                self._notifier.add(self)
+        return self._future
+
+    def complete_future(self) -> None:
+        """Wait, and let the future know."""
+        assert self._future is not None
+        try:
+            self.wait()
+        except Exception as error:
+            self._future.set_exception(error)  # type: ignore[arg-type]
+        else:
+            self._future.set_result(self._outputs)
+
+
+class Notifier:
+    """A thread that completes futures, in the order in which they were asked for."""
+
+    def __init__(self, leave_to_background: Callable[[], None]) -> None:
+        self._leave_to_background = leave_to_background
+        self._works: queue.SimpleQueue[SharedMemoryWork | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def add(self, work: SharedMemoryWork) -> None:
+        """Complete the future of ``work`` when it is done."""
+        self._leave_to_background()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="gradsync-futures", daemon=True)
+            self._thread.start()
+        self._works.put(work)
+
+    def stop(self) -> None:
+        """End the thread, after what it still has to do."""
+        if self._thread is not None:
+            self._works.put(None)
+            if self._thread is not threading.current_thread():
+                self._thread.join()
+
+    def _run(self) -> None:
+        while (work := self._works.get()) is not None:
+            work.complete_future()
+            del work
+
+
+def translate(error: Exception) -> Exception:
+    """The native part's exceptions, as those that users know."""
+    text = str(error)
+    if isinstance(error, _native.PeerLostError):
+        return PeerLostError(text)
+    if isinstance(error, _native.DeadlineError):
+        return DeadlineError(text)
+    if isinstance(error, _native.AbortedError | _native.InterruptedError):
+        return AbortedError(text)
+    if isinstance(error, _native.BrokenError):
+        return FaultError(text)
+    if isinstance(error, _native.MismatchError):
+        return CollectiveMismatchError(text)
+    return error
