@@ -212,17 +212,12 @@ PYBIND11_MODULE(_native, module) {
   sent.def_property_readonly("source", [](const MessageHandle& self) { return self.thing->source; });
 
   py::class_<Memory>(module, "Memory", py::buffer_protocol())
+      .def(py::init([](std::uint64_t bytes) { return Memory{Registry::of_process().allocate(bytes)}; }),
+           py::arg("bytes"))
       .def_buffer([](Memory& self) {
-        const Allocation& allocation = *self.allocation;
-        return py::buffer_info(reinterpret_cast<std::uint8_t*>(allocation.part(allocation.rank)),
-                               static_cast<py::ssize_t>(allocation.bytes), false);
-      })
-      .def("parts", [](const Memory& self, int world) {
-        std::vector<Address> parts;
-        for (int rank = 0; rank < world; ++rank) {
-          parts.push_back(reinterpret_cast<Address>(self.allocation->part(rank)));
-        }
-        return parts;
+        const Segment& segment = self.allocation->segment;
+        return py::buffer_info(reinterpret_cast<std::uint8_t*>(segment.data()),
+                               static_cast<py::ssize_t>(segment.size()), false);
       });
 
   py::class_<Context, std::shared_ptr<Context>>(module, "Context")
@@ -246,9 +241,6 @@ PYBIND11_MODULE(_native, module) {
            py::arg("in_background"))
       .def("message", &message, py::arg("kind"), py::arg("address"), py::arg("bytes"),
            py::arg("other"), py::arg("tag"), py::arg("seconds"), py::arg("in_background"))
-      .def("allocate", [](Context& self, std::uint64_t bytes, double seconds) {
-        return Memory{self.allocate(bytes, after(seconds))};
-      }, py::arg("bytes"), py::arg("seconds"), py::call_guard<py::gil_scoped_release>())
       .def("ticket", [](Context& self) {
         const Ticket ticket = self.members().ticket();
         return py::make_tuple(ticket.pid, ticket.descriptor, ticket.bytes);

@@ -234,15 +234,52 @@ void Collectives::read(Op& op, std::size_t round, unsigned turn) {
 
 // ------------------------------------------------------------------------------- all-reduce
 
-bool Collectives::is_symmetric(const Op& op) const {
+// [Note: new memory] All ranks see all announcements, so all know which allocations were never seen before.
+// For those there is a round in which every rank tells whether it could map them: either all
+// ranks reduce in place, or none does.
+bool Collectives::is_symmetric(Op& op) {
+  const std::uint64_t sequence = op.announcement.sequence;
+  bool has_new = false;
   for (int rank = 0; rank < members_.world(); ++rank) {
-    const Announcement& other = members_.announcement(rank, op.announcement.sequence);
-    if (other.symmetric == 0 || other.symmetric != op.announcement.symmetric ||
-        other.offset != op.announcement.offset) {
-      return false;
-    }
+    const Announcement& other = members_.announcement(rank, sequence);
+    const std::uint64_t size = other.ticket.bytes;
+    if (other.symmetric == 0 || other.offset > size || bytes_of(op) > size - other.offset) return false;
+    has_new |= !mappings_[static_cast<std::size_t>(rank)].knows(other.symmetric);
+  }
+  if (has_new) map_new(op);
+  for (int rank = 0; rank < members_.world(); ++rank) {
+    const std::uint64_t id = members_.announcement(rank, sequence).symmetric;
+    if (mappings_[static_cast<std::size_t>(rank)].find(id) == nullptr) return false;
   }
   return true;
+}
+
+void Collectives::map_new(Op& op) {
+  const int world = members_.world();
+  const unsigned turn = turn_++;
+  std::vector<std::shared_ptr<Segment>> segments(static_cast<std::size_t>(world));
+  std::byte* mine = members_.in(members_.rank(), turn);
+  for (int rank = 0; rank < world; ++rank) {
+    const Announcement& other = members_.announcement(rank, op.announcement.sequence);
+    mine[rank] = std::byte{1};
+    if (mappings_[static_cast<std::size_t>(rank)].knows(other.symmetric)) continue;
+    try {
+      segments[static_cast<std::size_t>(rank)] =
+          rank == members_.rank() ? std::make_shared<Segment>()
+                                  : std::make_shared<Segment>(Segment::open(other.ticket, other.ticket.bytes));
+    } catch (const std::exception&) {
+      mine[rank] = std::byte{0};
+    }
+  }
+  tick_and_await(op);
+  for (int rank = 0; rank < world; ++rank) {
+    const std::uint64_t id = members_.announcement(rank, op.announcement.sequence).symmetric;
+    if (mappings_[static_cast<std::size_t>(rank)].knows(id)) continue;
+    bool all_mapped = true;
+    for (int each = 0; each < world; ++each) all_mapped &= members_.in(each, turn)[rank] == std::byte{1};
+    auto& segment = segments[static_cast<std::size_t>(rank)];
+    mappings_[static_cast<std::size_t>(rank)].remember(id, all_mapped ? std::move(segment) : nullptr);
+  }
 }
 
 // Every rank reduces its share of the elements, from all ranks' memory into all ranks' memory.
@@ -250,7 +287,12 @@ void Collectives::reduce_in_place(Op& op) {
   const Announcement& a = op.announcement;
   const int world = members_.world();
   std::array<void*, kMaxRanks> parts;
-  for (int rank = 0; rank < world; ++rank) parts[rank] = op.allocation->part(rank) + a.offset;
+  for (int rank = 0; rank < world; ++rank) {
+    const Announcement& other = members_.announcement(rank, a.sequence);
+    parts[rank] = rank == members_.rank()
+                      ? op.targets[0]
+                      : mappings_[static_cast<std::size_t>(rank)].find(other.symmetric)->data() + other.offset;
+  }
   const Share share(a.count, size_of(a.dtype), members_.rank(), world);
   reduce({a.dtype, a.op, parts.data(), world, parts.data(), world}, share.begin, share.end);
   tick_and_await(op);

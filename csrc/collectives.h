@@ -45,7 +45,8 @@ struct Counters {
 
 class Collectives {
  public:
-  explicit Collectives(Members& members) : members_(members) {}
+  explicit Collectives(Members& members)
+      : members_(members), mappings_(static_cast<std::size_t>(members.world())) {}
 
   // Is one exchange of slots all that it takes?
   bool is_small(const Op& op) const;
@@ -62,7 +63,8 @@ class Collectives {
   void exchange(Op& op);
   void reduce_in_place(Op& op);
   void reduce_through_slots(Op& op);
-  bool is_symmetric(const Op& op) const;
+  bool is_symmetric(Op& op);
+  void map_new(Op& op);
   std::size_t largest_piece(const Op& op) const;
   std::size_t piece_capacity(const Op& op) const;
   void write(const Op& op, std::size_t round, unsigned turn);
@@ -72,6 +74,7 @@ class Collectives {
   Members& members_;
   unsigned turn_ = 0;  // of the in-slots: each has two, so that one is filled while one is read
   Patience patience_;
+  std::vector<Mappings> mappings_;  // by rank
   Counters counters_;
 };
 

@@ -49,11 +49,12 @@ void Context::issue(const std::shared_ptr<Op>& op, bool in_background) {
   }
   if (op->announcement.kind == Kind::kAllReduce) {
     const std::size_t bytes = op->announcement.count * size_of(op->announcement.dtype);
-    op->allocation = registry_.find(op->targets[0], bytes);
+    op->allocation = Registry::of_process().find(op->targets[0], bytes);
     if (op->allocation != nullptr) {
+      const Segment& segment = op->allocation->segment;
       op->announcement.symmetric = op->allocation->id;
-      op->announcement.offset = static_cast<std::uint64_t>(
-          op->targets[0] - op->allocation->part(op->allocation->rank));
+      op->announcement.offset = static_cast<std::uint64_t>(op->targets[0] - segment.data());
+      op->announcement.ticket = segment.ticket();
     }
   }
   queue_.push_back(op);
@@ -172,60 +173,6 @@ void Context::issue(const std::shared_ptr<Message>& message, bool in_background)
 void Context::wait(const std::shared_ptr<Message>& message, const Interrupted& interrupted) {
   messages_.wait(message, interrupted);
   if (message->error != nullptr) std::rethrow_exception(message->error);
-}
-
-// ------------------------------------------------------------------------------- memory
-
-std::shared_ptr<Allocation> Context::allocate(std::size_t bytes, Deadline deadline) {
-  struct Status {
-    Ticket ticket;
-    char problem[200];
-  };
-  const int world = members_.world();
-  const std::size_t page = 4096;
-  const std::size_t stride = (bytes + page - 1) / page * page;
-  auto allocation = std::make_shared<Allocation>();
-  allocation->stride = stride;
-  allocation->bytes = bytes;
-  allocation->rank = members_.rank();
-
-  // First the founder says what there is, then everybody says whether it could be mapped.
-  std::vector<Status> statuses(static_cast<std::size_t>(world));
-  Status own{};
-  for (const bool is_offer : {true, false}) {
-    if (is_offer == (members_.rank() == 0)) {
-      try {
-        const std::size_t all = stride * static_cast<std::size_t>(world);
-        allocation->segment =
-            is_offer ? Segment::create(all) : Segment::open(statuses[0].ticket, all);
-        own.ticket = is_offer ? allocation->segment.ticket() : statuses[0].ticket;
-      } catch (const std::exception& error) {
-        std::strncpy(own.problem, error.what(), sizeof own.problem - 1);
-      }
-    }
-    auto op = std::make_shared<Op>();
-    op->announcement.kind = Kind::kAllGather;
-    op->announcement.count = sizeof(Status);
-    op->deadline = deadline;
-    op->sources = {reinterpret_cast<const std::byte*>(&own)};
-    for (Status& status : statuses) op->targets.push_back(reinterpret_cast<std::byte*>(&status));
-    issue(op, false);
-    wait(op);
-    for (int rank = 0; rank < world; ++rank) {
-      const Status& status = statuses[static_cast<std::size_t>(rank)];
-      if (status.problem[0] != '\0') {
-        const std::string text(status.problem, ::strnlen(status.problem, sizeof status.problem));
-        throw SystemError("symmetric memory: " + members_.label(rank) + ": " + text);
-      }
-    }
-  }
-  allocation->segment.close_descriptor();
-  {
-    std::unique_lock<std::mutex> lock(mutex_);
-    allocation->id = ++allocations_;
-  }
-  registry_.add(allocation);
-  return allocation;
 }
 
 // ------------------------------------------------------------------------------- the end

@@ -45,9 +45,6 @@ class Context {
   void issue(const std::shared_ptr<Message>& message, bool in_background);
   void wait(const std::shared_ptr<Message>& message, const Interrupted& interrupted = {});
 
-  // Symmetric memory of `bytes` on every rank. Collective.
-  std::shared_ptr<Allocation> allocate(std::size_t bytes, Deadline deadline);
-
   // Makes everything pending fail, here and on the others.
   void abort();
   // Leaves the group. What is still pending fails.
@@ -64,7 +61,6 @@ class Context {
   Members members_;
   Collectives collectives_;
   Messages messages_;
-  Registry registry_;
   std::chrono::microseconds spin_{0};  // of a caller that has nothing else to do
   std::int64_t owner_;  // a child after fork() must leave the group to its parent
 
@@ -73,7 +69,6 @@ class Context {
   std::condition_variable work_;     // there is something for the worker
   std::deque<std::shared_ptr<Op>> queue_;
   std::uint64_t sequence_ = 0;
-  std::uint64_t allocations_ = 0;
   bool is_running_ = false;   // somebody carries out collectives
   bool is_wanted_ = false;    // the worker is to do so
   bool is_closing_ = false;

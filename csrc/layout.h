@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "kernels.h"
+#include "segment.h"
 
 namespace gradsync {
 
@@ -24,7 +25,7 @@ constexpr std::size_t kAlignment = 128;  // two cache lines: neighbours are fetc
 
 enum class Kind : std::uint32_t {
   kNone, kAllReduce, kReduce, kBroadcast, kAllGather, kReduceScatter, kAllToAll, kGather, kScatter,
-  kBarrier, kAllocate, kSend, kRecv, kCount
+  kBarrier, kSend, kRecv, kCount
 };
 
 // What a rank is about to do. All ranks have to say the same, but for the fields below the line.
@@ -36,8 +37,9 @@ struct Announcement {
   std::int32_t root = -1;
   std::uint64_t count = 0;  // elements a rank contributes, or of a piece
   // ---
-  std::uint64_t symmetric = 0;  // the allocation that the tensor is in, or 0
+  std::uint64_t symmetric = 0;  // the allocation of this rank that the tensor is in, or 0
   std::uint64_t offset = 0;     // where in it
+  Ticket ticket;                // how to map it
 };
 
 enum class State : std::uint32_t { kPresent, kLeft, kAborted, kFailed };

@@ -13,8 +13,7 @@ constexpr std::chrono::milliseconds kSlice{100};
 const char* name_of(Kind kind) {
   static constexpr const char* kNames[] = {"nothing",    "all_reduce",     "reduce",     "broadcast",
                                            "all_gather", "reduce_scatter", "all_to_all", "gather",
-                                           "scatter",    "barrier",        "symmetric allocation",
-                                           "send",       "recv"};
+                                           "scatter",    "barrier",        "send",       "recv"};
   return kind < Kind::kCount ? kNames[static_cast<int>(kind)] : "an unknown collective";
 }
 

@@ -99,6 +99,12 @@ Segment::~Segment() {
 
 Ticket Segment::ticket() const { return {::getpid(), descriptor_, size_}; }
 
+void Segment::discard() {
+  if (descriptor_ >= 0) {
+    ::fallocate(descriptor_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, static_cast<off_t>(size_));
+  }
+}
+
 void Segment::close_descriptor() {
   if (descriptor_ >= 0) ::close(std::exchange(descriptor_, -1));
 }

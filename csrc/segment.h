@@ -36,6 +36,8 @@ class Segment {
   std::byte* data() const { return data_; }
   std::size_t size() const { return size_; }
   Ticket ticket() const;
+  // Gives the memory back, also if others still map it. What it held is gone.
+  void discard();
   // Nobody needs to open it any more.
   void close_descriptor();
 

@@ -1,8 +1,14 @@
-// Memory that all ranks of a group have alike and map whole: a reduction needs no copy there.
+// Memory that peers can map: a reduction needs no copy there.
+//
+// A process makes such memory by itself, at any time. Its peers map it when they first meet it in a
+// collective, and keep the mapping for the next time.
 #pragma once
+
+#include <unistd.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -12,40 +18,46 @@
 namespace gradsync {
 
 struct Allocation {
-  Segment segment;
-  std::uint64_t id = 0;
-  std::size_t stride = 0;  // from one rank's part to the next one's
-  std::size_t bytes = 0;   // of a part that can be used
-  int rank = 0;
+  explicit Allocation(std::size_t bytes) : segment(Segment::create(bytes)), owner(::getpid()) {}
+  // Peers may have it mapped for longer: they keep addresses then, and no memory. A child that was
+  // forked has a copy of this object, and must leave the memory to its parent.
+  ~Allocation() {
+    if (::getpid() == owner) segment.discard();
+  }
 
-  std::byte* part(int of) const { return segment.data() + static_cast<std::size_t>(of) * stride; }
+  Segment segment;
+  pid_t owner;
+  std::uint64_t id = 0;  // of this process; never given twice
 };
 
-// Which allocation is an address in? Only of those that are still in use.
+// All symmetric memory of this process.
 class Registry {
  public:
-  void add(const std::shared_ptr<Allocation>& allocation) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (auto entry = by_end_.begin(); entry != by_end_.end();) {
-      entry = entry->second.expired() ? by_end_.erase(entry) : std::next(entry);
-    }
-    by_end_[allocation->part(allocation->rank) + allocation->bytes] = allocation;
-  }
+  static Registry& of_process();
 
-  std::shared_ptr<Allocation> find(const std::byte* begin, std::size_t bytes) const {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const auto entry = by_end_.upper_bound(begin);
-    if (entry == by_end_.end()) return nullptr;
-    std::shared_ptr<Allocation> found = entry->second.lock();
-    if (found == nullptr || begin < found->part(found->rank) || begin + bytes > entry->first) {
-      return nullptr;
-    }
-    return found;
-  }
+  std::shared_ptr<Allocation> allocate(std::size_t bytes);
+  // The allocation that a range of addresses lies in, or nothing.
+  std::shared_ptr<Allocation> find(const std::byte* begin, std::size_t bytes) const;
 
  private:
   mutable std::mutex mutex_;
+  std::uint64_t last_id_ = 0;
   std::map<const std::byte*, std::weak_ptr<Allocation>> by_end_;
+};
+
+// The memory of one peer that this process has mapped. All ranks of a group remember and forget the
+// same allocations, so that they agree on which are new.
+class Mappings {
+ public:
+  bool knows(std::uint64_t id) const { return by_id_.count(id) != 0; }
+  // Nullptr for one that could not be mapped.
+  const Segment* find(std::uint64_t id) const;
+  void remember(std::uint64_t id, std::shared_ptr<Segment> segment);
+
+ private:
+  static constexpr std::size_t kMost = 256;
+  std::map<std::uint64_t, std::shared_ptr<Segment>> by_id_;
+  std::deque<std::uint64_t> in_order_;
 };
 
 }  // namespace gradsync

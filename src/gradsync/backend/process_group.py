@@ -34,7 +34,13 @@ from gradsync.backend._native import ReduceOp
 from gradsync.backend.attach import attach
 from gradsync.backend.hierarchy import Hierarchy
 from gradsync.backend.members import by_machine, exchange, myself
-from gradsync.backend.shared_memory import SharedMemory, Started, can_reduce, is_dense
+from gradsync.backend.shared_memory import (
+    SharedMemory,
+    Started,
+    can_reduce,
+    is_dense,
+    symmetric_empty,
+)
 from gradsync.backend.work import Notifier, SharedMemoryWork
 from gradsync.errors import ArgumentError, StateError
 
@@ -163,13 +169,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._memory is not None and not self._closed
 
     def symmetric_empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor in memory that all ranks of the group map: its all-reduce copies nothing.
+        """A flat tensor in memory that the other ranks can map: its all-reduce copies nothing.
 
-        Collective: every rank has to ask for the same, in the same order.
+        Every rank makes its own. A reduction is in place if the tensors of all ranks are of this
+        kind; where in such memory they are may differ.
         """  # 1D
-        if self._memory is None:
+        if not self.shares_memory:
             raise StateError("The ranks of this group do not share memory.")
-        return self._memory.empty(count, dtype, self._timeout.total_seconds())
+        return symmetric_empty(count, dtype)
 
     def counters(self) -> dict[str, int]:
         """How many all-reduces ran in place (``symmetric``), how many with copies, of how much."""

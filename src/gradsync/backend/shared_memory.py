@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradsync.backend import _native
 from gradsync.backend._native import DType, Kind, ReduceOp
-from gradsync.backend.work import Finish, Handle, translate
+from gradsync.backend.work import Finish, Handle
 
 DTYPES = {
     torch.uint8: DType.UINT8,
@@ -48,6 +48,13 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.device.type == "cpu"
 
 
+def symmetric_empty(count: int, dtype: torch.dtype) -> Tensor:
+    """A flat tensor that peers can map: they do so when they first meet it."""  # 1D
+    size = max(count, 1)
+    memory = _native.Memory(size * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype, count=size)[:count]
+
+
 class SharedMemory:
     """Collectives between the ranks of one machine. Ranks are those of ``context``."""
 
@@ -55,15 +62,6 @@ class SharedMemory:
         self.context = context
         self.rank = rank
         self.size = size
-
-    def empty(self, count: int, dtype: torch.dtype, seconds: float) -> Tensor:
-        """A flat tensor that all ranks map. Collective: all ask for the same."""  # 1D
-        size = dtype.itemsize
-        try:
-            memory = self.context.allocate(max(count, 1) * size, seconds)
-        except RuntimeError as error:
-            raise translate(error) from error
-        return torch.frombuffer(memory, dtype=dtype, count=max(count, 1))[:count]
 
     # ---------------------------------------------------------------- reductions
 
