@@ -5,7 +5,7 @@ knows nothing of steps and ranks: those are the reducer's. The kind here has den
 by side in one flat buffer; ``special_buckets`` has the others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 
@@ -75,6 +75,9 @@ class Packing:
     scale: float = 1.0  # what they are multiplied with
     dtype: torch.dtype | None = None  # what they are reduced in, if not their own
     as_views: bool = False  # let .grad be the place in the bucket
+    # Memory that the other ranks can map, if the group has such: it is reduced without a copy.
+    memory: Callable[[int, torch.dtype], Tensor] | None = None
+    fused: bool = False  # the reduction averages: nothing is to be scaled before
     # Large gradients of this step by address, see [Note: lending]: those lent, and the others.
     lent: dict[int, Slot] = field(default_factory=dict)
     kept: dict[int, Slot] = field(default_factory=dict)
@@ -136,6 +139,11 @@ class Bucket:
         self.allocate()
         return self._tail
 
+    @property
+    def is_averaged(self) -> bool:
+        """Is it the reduction that divides by the number of ranks?"""
+        return self.packing.fused and bool(self.slots)
+
     def describe(self) -> str:
         """Which parameters are in it, for messages."""
         names = [slot.name for slot in self.slots]
@@ -195,7 +203,9 @@ class Bucket:
         other = self.packing.kept.setdefault(gradient.untyped_storage().data_ptr(), slot)
         if other is not slot:
             other.shares = slot.shares = True
-        if gradient.dtype == self.dtype:
+        if self.packing.fused:
+            slot.view.copy_(gradient)
+        elif gradient.dtype == self.dtype:
             torch.mul(gradient, self.packing.scale, out=slot.view)
         else:
             slot.view.copy_(gradient).mul_(self.packing.scale)  # rounded once
@@ -222,7 +232,7 @@ class Bucket:
             for slot, gradient in zip(slots, gradients, strict=True):
                 if gradient is not None:
                     slot.param.grad = slot.view
-        if self.packing.scale != 1.0:
+        if self.packing.scale != 1.0 and not self.packing.fused:
             self._small_flat.mul_(self.packing.scale)
 
     def _copy(self, slots: list[Slot], views: list[Tensor], gradients: list[Tensor | None]) -> None:
@@ -299,7 +309,10 @@ class Bucket:
         self._as_views = self.packing.as_views and not shared
         # Whole multiples of 64 elements: gloo's ring is slower on an odd end.
         size = -(-(self.numel + self.extra) // 64) * 64 if self.extra else self.numel
-        storage = torch.zeros(size, dtype=self.dtype, device=self.device)
+        if self.packing.memory is not None and self.device.type == "cpu":
+            storage = self.packing.memory(size, self.dtype)
+        else:
+            storage = torch.zeros(size, dtype=self.dtype, device=self.device)
         self._views = self.views_of(storage)
         for slot, view in zip(self.slots, self._views, strict=True):
             slot.view = view

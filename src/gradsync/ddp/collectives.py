@@ -7,13 +7,14 @@ those cost several times more per call, and a group need not be registered with 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
+from gradsync.backend.process_group import SharedMemoryGroup
 from gradsync.errors import CollectiveError, GradsyncError
 
 NO_TIMEOUT = timedelta(0)  # of its own: the group's holds
@@ -32,9 +33,11 @@ class LocalWork(ABC):
         return False
 
 
-def all_reduce(group: dist.ProcessGroup, tensor: Tensor) -> Work:
-    """Start summing ``tensor`` in place over the ranks of ``group``."""
+def all_reduce(group: dist.ProcessGroup, tensor: Tensor, *, average: bool = False) -> Work:
+    """Start summing, or averaging, ``tensor`` in place over the ranks of ``group``."""
     options = dist.AllreduceOptions()
+    if average:
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return group.allreduce([tensor], options)
@@ -59,7 +62,12 @@ def is_foreign(group: dist.ProcessGroup) -> bool:
 
     Such a group sees every collective, also at world size 1.
     """
-    return type(group) is not dist.ProcessGroup
+    return type(group) is not dist.ProcessGroup and not isinstance(group, SharedMemoryGroup)
+
+
+def shares_memory(group: dist.ProcessGroup) -> TypeGuard[SharedMemoryGroup]:
+    """Can the group reduce in memory that its ranks share, and average as it does?"""
+    return isinstance(group, SharedMemoryGroup) and group.shares_memory
 
 
 def wait(
@@ -77,8 +85,9 @@ def wait(
             work.get_future().wait()
         else:
             work.wait(NO_TIMEOUT)
-    except GradsyncError:
-        raise  # it says what happened
+    except GradsyncError as error:  # it says what happened
+        error.add_note(f"rank {group.rank()} of {group.size()} waited for {describe()}.")
+        raise
     except RuntimeError as error:
         raise CollectiveError(
             f"rank {group.rank()} of {group.size()}: {describe()} failed: {error}\n"

@@ -1,5 +1,6 @@
 """Which buckets there are: laid out at first by guess, then in the order of the gradients."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -53,6 +54,8 @@ class Layout:
     @property
     def _solo_bytes(self) -> float:
         """From which size on a gradient has a bucket for itself, and is not copied."""
+        if self._packing.memory is not None:
+            return math.inf  # what all ranks can map is reduced faster, and a copy brings it there
         return max(self.caps.cap_bytes / 4, MIB)
 
     def initial(self, *, with_usage: bool) -> list[Bucket]:

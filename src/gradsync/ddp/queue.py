@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradsync.ddp.bucket import Bucket, Packing, Slot
 from gradsync.ddp.clock import StepClock
-from gradsync.ddp.collectives import is_foreign, wait
+from gradsync.ddp.collectives import is_foreign, shares_memory, wait
 from gradsync.ddp.comm_hook import CommHook, SumAfterAll
 from gradsync.ddp.layout import ReducerOptions
 from gradsync.ddp.route import Summation
@@ -47,6 +47,7 @@ class BucketQueue:
         """Reduce over ``group``, by ``hook`` if there is one; ``alone`` if nothing is to reduce."""
         self.group = group
         self.reduction = hook or Summation(group)
+        self.packing.memory = group.symmetric_empty if shares_memory(group) else None
         self.alone = alone or (group.size() == 1 and not is_foreign(group) and hook is None)
         self.set_divisor(group.size())
 
@@ -54,6 +55,9 @@ class BucketQueue:
         """What the gradients of the next step are divided by, unless a hook does it."""
         averages = self.options.mean and isinstance(self.reduction, Summation)
         self.packing.scale = 1.0 / ranks if averages else 1.0
+        self.packing.fused = (
+            averages and self.packing.memory is not None and ranks == self.group.size()
+        )
 
     def install(self, buckets: list[Bucket]) -> None:
         """Take other buckets, between two steps."""
@@ -149,6 +153,8 @@ class BucketQueue:
     def _send(self, bucket: Bucket) -> None:
         if bucket.extra:
             self._fill_tail(bucket.tail)
+            if bucket.is_averaged:  # what the ranks report is added up
+                bucket.tail.mul_(self.group.size())
         self.clock.launch()
         bucket.work = self.reduction.start(bucket)
 

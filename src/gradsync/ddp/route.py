@@ -72,7 +72,7 @@ class Summation:
             self._count_step()
         payload = bucket.payload
         if not exchanges or not _is_small(bucket):
-            return all_reduce(self.group, payload)
+            return all_reduce(self.group, payload, average=bucket.is_averaged)
         theirs = self._theirs.get(bucket.index)
         if theirs is None or theirs.shape != payload.shape or theirs.dtype != payload.dtype:
             self._theirs[bucket.index] = theirs = torch.empty_like(payload)

@@ -107,7 +107,7 @@ class SoloBucket(Bucket):
         self.packing.lent[gradient.untyped_storage().data_ptr()] = slot
         slot.packed = True
         self._lent = gradient.detach().as_strided((gradient.numel(),), (1,))
-        if self.packing.scale != 1.0:
+        if self.packing.scale != 1.0 and not self.packing.fused:
             self._lent.mul_(self.packing.scale)
 
     def unpack(self) -> None:
@@ -196,6 +196,10 @@ class SparseBucket(Bucket):
         payload = self._gradient if self._rows is None else self._values
         assert payload is not None, "pack comes first"
         return payload
+
+    @property
+    def is_averaged(self) -> bool:
+        return False
 
     def expect_rows(self, rows: Tensor) -> None:
         """From now on, all ranks together have gradients for no other rows than these."""
