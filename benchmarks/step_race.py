@@ -5,6 +5,7 @@
     python benchmarks/step_race.py --workloads policy,wide --json race.json --markdown
     python benchmarks/step_race.py --memory              # peak memory with bucket views
     python benchmarks/step_race.py --hooks               # compression hooks against torch's
+    python benchmarks/step_race.py --shared-memory       # ours on the gradsync backend
 
 Contenders: "local" (no DDP: the ideal), "torch" and "gradsync" with their defaults, "torch-tuned"
 and "gradsync-tuned" with gradient_as_bucket_view, static_graph and batched_grad_copy. They take
@@ -30,7 +31,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from race import memory, report
-from race.contenders import CONTENDERS, HOOK_RACERS, MEMORY_RACERS, RACERS, Contender
+from race.contenders import (
+    CONTENDERS,
+    HOOK_RACERS,
+    MEMORY_RACERS,
+    RACERS,
+    SHARED_MEMORY_RACERS,
+    Contender,
+)
 from race.track import DEADLINE, Lap, Marshal, Stopped, describe, race
 from race.workloads import WORKLOADS
 from rich.console import Console
@@ -72,6 +80,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--markdown", action="store_true", help="print a markdown table as well")
     parser.add_argument("--memory", action="store_true", help="compare peak memory, not time")
     parser.add_argument("--hooks", action="store_true", help="race communication hooks")
+    parser.add_argument(
+        "--shared-memory", action="store_true", help="race ours on the gradsync backend"
+    )
     parser.add_argument("--quick", action="store_true", help="see that it runs: any --rounds")
     parser.add_argument("--probe", type=Path, metavar="PATH", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -90,6 +101,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     workloads = memory.WORKLOADS if weighing else tuple(WORKLOADS)
     arguments.workloads = arguments.workloads or workloads
     racers = HOOK_RACERS if arguments.hooks else RACERS
+    if arguments.shared_memory:
+        racers = SHARED_MEMORY_RACERS
     arguments.impls = arguments.impls or (MEMORY_RACERS if weighing else racers)
     return arguments
 

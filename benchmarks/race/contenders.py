@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -24,6 +26,7 @@ class Contender:
     name: str
     module: str | None = None  # where its DistributedDataParallel lives; None: no DDP
     options: dict[str, Any] = field(default_factory=dict)
+    backend: str | None = None  # of its process group; None: the launch's own
     hook: Callable[[], tuple[object, Any]] | None = None  # makes the state and the hook
     rival: str | None = None  # whom to compare it with; None: the better variant of torch
 
@@ -31,7 +34,8 @@ class Contender:
         if self.module is None:
             return model
         ddp = importlib.import_module(self.module).DistributedDataParallel
-        wrapped: nn.Module = ddp(model, **self.options)
+        group = None if self.backend is None else _group(self.backend)
+        wrapped: nn.Module = ddp(model, process_group=group, **self.options)
         if self.hook is not None:
             wrapped.register_comm_hook(*self.hook())
         return wrapped
@@ -45,6 +49,12 @@ class Contender:
         except (ImportError, AttributeError) as error:
             return f"{self.name} does not race: {error}"
         return None
+
+
+@functools.cache
+def _group(backend: str) -> dist.ProcessGroup:
+    importlib.import_module("gradsync")  # makes its backend known
+    return dist.new_group(backend=backend)
 
 
 def hook_contenders() -> list[Contender]:
@@ -82,12 +92,17 @@ CONTENDERS: dict[str, Contender] = {
         Contender(name="torch-tuned", module="torch.nn.parallel", options=TUNED),
         Contender(name="gradsync", module="gradsync"),
         Contender(name="gradsync-tuned", module="gradsync", options=TUNED),
+        Contender(name="gradsync-shm", module="gradsync", backend="gradsync"),
+        Contender(name="gradsync-shm-tuned", module="gradsync", options=TUNED, backend="gradsync"),
         Contender(name="torch-views", module="torch.nn.parallel", options=VIEWS),
         Contender(name="gradsync-views", module="gradsync", options=VIEWS),
         *hook_contenders(),
     )
 }
 RACERS = ("local", "torch", "torch-tuned", "gradsync", "gradsync-tuned")
+SHARED_MEMORY_RACERS = (
+    "local", "torch", "torch-tuned", "gradsync-shm", "gradsync-shm-tuned",
+)  # fmt: skip
 MEMORY_RACERS = ("local", "torch-views", "gradsync-views")
 HOOK_RACERS = ("local", *(contender.name for contender in hook_contenders()))
 

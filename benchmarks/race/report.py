@@ -43,7 +43,7 @@ def print_tables(console: Console, laps: Sequence[Lap]) -> None:
 
 
 def markdown(laps: Sequence[Lap]) -> str:
-    lines = _markdown_head(("workload", *COLUMNS))
+    lines = markdown_head(("workload", *COLUMNS))
     for lap in laps:
         for row in summarise(lap.seconds_per_step, lap.rivals):
             lines.append("| " + " | ".join((lap.workload, *_cells(row))) + " |")
@@ -59,7 +59,7 @@ def print_memory(console: Console, rows: Sequence[MemoryRow]) -> None:
 
 
 def memory_markdown(rows: Sequence[MemoryRow]) -> str:
-    lines = _markdown_head(MEMORY_COLUMNS)
+    lines = markdown_head(MEMORY_COLUMNS)
     lines += ["| " + " | ".join(cells) + " |" for cells in _memory_cells(rows)]
     return "\n".join(lines)
 
@@ -77,13 +77,7 @@ def document(
     return {
         "schema": SCHEMA,
         "kind": kind,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "gradsync": _version("gradsync"),
-        },
-        "cpu": {"model": _cpu_model(), "cores": os.cpu_count(), "machine": platform.machine()},
+        **provenance(),
         "settings": settings,
         "notes": list(notes),
         "interrupted": interrupted,
@@ -93,6 +87,19 @@ def document(
             for lap in laps
         ],
         "memory": [asdict(row) for row in memory],
+    }
+
+
+def provenance() -> dict[str, Any]:
+    """When, with what, and on which machine."""
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "gradsync": _version("gradsync"),
+        },
+        "cpu": {"model": _cpu_model(), "cores": os.cpu_count(), "machine": platform.machine()},
     }
 
 
@@ -157,7 +164,7 @@ def _memory_cells(rows: Sequence[MemoryRow]) -> list[tuple[str, ...]]:
     ]
 
 
-def _markdown_head(columns: Sequence[str]) -> list[str]:
+def markdown_head(columns: Sequence[str]) -> list[str]:
     return ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
 
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import FrameType
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,8 @@ DEADLINE = timedelta(minutes=3)
 WARM_UP_STEPS = 6  # torch and gradsync rebuild their buckets after the first backward
 CALIBRATION_SHARE = 0.25  # of a slot
 MINIMUM_STEPS = 3  # in a slot, however slow the workload
+
+Entrant = TypeVar("Entrant")
 
 
 @dataclass(kw_only=True)
@@ -56,10 +59,14 @@ class Stopped(Exception):
 
 
 class Marshal:
-    """Keeps the ranks together: the start, the clock, and the stop."""
+    """Keeps the ranks together: the start, the clock, and the stop.
 
-    def __init__(self) -> None:
+    `is_asked_to_stop` is for those whom Ctrl-C does not reach: it is called between slots.
+    """
+
+    def __init__(self, is_asked_to_stop: Callable[[], bool] = lambda: False) -> None:
         self.group = dist.new_group(backend="gloo", timeout=DEADLINE)
+        self._is_asked_to_stop = is_asked_to_stop
         self._stop = False
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self._ask_to_stop)
@@ -69,7 +76,8 @@ class Marshal:
         dist.barrier(group=self.group)
         start = time.perf_counter()
         run()
-        seconds, stop = self.agree(time.perf_counter() - start, float(self._stop))
+        own = time.perf_counter() - start
+        seconds, stop = self.agree(own, float(self._stop or self._is_asked_to_stop()))
         if stop:
             raise Stopped
         return seconds
@@ -104,10 +112,10 @@ def race(
     lap.rivals.update({each.name: each.rival for each in contenders if each.rival is not None})
     for training in trainings:
         name = training.contender.name
-        lap.steps[name] = _calibrate(training, slot_seconds, marshal)
+        lap.steps[name] = calibrate(training.run, slot_seconds, marshal)
         lap.seconds_per_step[name] = []
     for number in range(rounds):
-        for training in _turns(trainings, number):
+        for training in turns(trainings, number):
             name = training.contender.name
             on_slot(name, number)
             steps = lap.steps[name]
@@ -130,18 +138,18 @@ def describe(workload: Workload) -> Lap:
     )
 
 
-def _turns(trainings: Sequence[Training], number: int) -> list[Training]:
+def turns(entrants: Sequence[Entrant], number: int) -> list[Entrant]:
     """The round's order: rotated each round, and reversed every other, so neighbours change."""
-    shift = number % len(trainings)
-    turns = [*trainings[shift:], *trainings[:shift]]
-    return turns[::-1] if number % 2 else turns
+    shift = number % len(entrants)
+    order = [*entrants[shift:], *entrants[:shift]]
+    return order[::-1] if number % 2 else order
 
 
-def _calibrate(training: Training, slot_seconds: float, marshal: Marshal) -> int:
+def calibrate(run: Callable[[int], None], slot_seconds: float, marshal: Marshal) -> int:
     """Steps that fill a slot; equal on all ranks because the measured time is."""
     steps = 1
     while True:
-        seconds = marshal.time(lambda: training.run(steps))  # noqa: B023
+        seconds = marshal.time(lambda: run(steps))  # noqa: B023
         if seconds >= CALIBRATION_SHARE * slot_seconds:
             return max(MINIMUM_STEPS, math.ceil(slot_seconds * steps / seconds))
         steps *= 2
