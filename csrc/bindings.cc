@@ -129,17 +129,19 @@ PYBIND11_MODULE(_native, module) {
   static py::exception<AbortedError> aborted(module, "AbortedError", broken.ptr());
   static py::exception<InterruptedError> interrupted(module, "InterruptedError", broken.ptr());
   py::register_exception_translator([](std::exception_ptr pointer) {
-    const auto raise = [](py::object& type, const char* text, const char* name, py::object value) {
+    const auto raise = [](py::object& type, const char* text, const py::dict& facts) {
       py::object error = type(text);
-      error.attr(name) = std::move(value);
+      for (const auto& [name, value] : facts) error.attr(name) = value;
       PyErr_SetObject(type.ptr(), error.ptr());
     };
     try {
       if (pointer) std::rethrow_exception(pointer);
     } catch (const PeerLostError& error) {
-      raise(lost, error.what(), "rank", py::int_(error.rank));
+      raise(lost, error.what(), py::dict(py::arg("rank") = error.peer.rank,
+                                         py::arg("host") = error.peer.host,
+                                         py::arg("pid") = error.peer.pid));
     } catch (const DeadlineError& error) {
-      raise(deadline, error.what(), "missing", py::cast(error.missing));
+      raise(deadline, error.what(), py::dict(py::arg("missing") = error.missing));
     } catch (const AbortedError& error) {
       py::set_error(aborted, error.what());
     } catch (const InterruptedError& error) {
@@ -222,10 +224,13 @@ PYBIND11_MODULE(_native, module) {
 
   py::class_<Context, std::shared_ptr<Context>>(module, "Context")
       .def(py::init([](Segment& segment, int rank,
-                       const std::vector<std::tuple<std::int64_t, std::uint64_t, std::string>>& peers,
+                       const std::vector<std::tuple<std::int64_t, std::uint64_t, std::string, int,
+                                                    std::string>>& peers,
                        std::uint64_t nonce_a, std::uint64_t nonce_b, bool is_founder) {
              std::vector<Peer> all;
-             for (const auto& [pid, started, label] : peers) all.push_back({pid, started, label});
+             for (const auto& [pid, started, label, own_rank, host] : peers) {
+               all.push_back({pid, started, label, own_rank, host});
+             }
              if (all.size() > kMaxRanks || rank < 0 || static_cast<std::size_t>(rank) >= all.size()) {
                throw InvalidError("a group of " + std::to_string(all.size()) + " has no rank " +
                                   std::to_string(rank));

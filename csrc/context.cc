@@ -135,7 +135,7 @@ void Context::note_if_broken(const Op& op) {
   try {
     std::rethrow_exception(op.error);
   } catch (const PeerLostError& lost) {
-    members_.fail(lost.what(), lost.rank);
+    members_.fail(lost.what(), lost.index);
   } catch (const BrokenError& other) {
     members_.fail(other.what(), -1);
   } catch (const std::exception&) {

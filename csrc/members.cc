@@ -90,10 +90,12 @@ void Members::await(std::uint32_t tick, const Errand& errand, const Patience& pa
       }
       std::vector<int> missing;
       for (int each = 0; each < world(); ++each) {
-        if (each == rank_ || reached(line(each).clock.load(std::memory_order_acquire), tick)) continue;
-        check(each, errand);
-        // It may have come and gone while we looked.
-        if (!reached(line(each).clock.load(std::memory_order_acquire), tick)) missing.push_back(each);
+        if (each == rank_) continue;
+        // First whether it is gone, then how far it came: what it did before it ended counts.
+        const bool gone = is_gone(each);
+        if (reached(line(each).clock.load(std::memory_order_acquire), tick)) continue;
+        if (gone) check(each, errand);
+        missing.push_back(each);
       }
       const auto left = errand.deadline - Clock::now();
       if (left <= left.zero() && !missing.empty()) give_up(errand, missing);
@@ -109,18 +111,14 @@ bool Members::is_gone(int peer) const {
 
 void Members::check(int peer, const Errand& errand) const {
   const Line& other = line(peer);
-  const std::uint32_t before = other.clock.load(std::memory_order_acquire);
   const State state = other.state.load(std::memory_order_acquire);
-  const bool is_over = lives_[static_cast<std::size_t>(peer)].is_over();
-  if (state == State::kPresent && !is_over) return;
-  // What it did before it ended counts.
-  if (other.clock.load(std::memory_order_acquire) != before) return;
+  if (state == State::kPresent && !lives_[static_cast<std::size_t>(peer)].is_over()) return;
   if (state == State::kFailed) {
     const int blamed = other.blames.load(std::memory_order_relaxed);
     const std::string reason(other.reason, ::strnlen(other.reason, sizeof other.reason));
     const std::string text =
         name_of(errand) + " cannot complete: " + label(peer) + " gave up: " + reason;
-    if (blamed >= 0 && blamed < world()) throw PeerLostError(text, blamed);
+    if (blamed >= 0 && blamed < world()) throw PeerLostError(text, blamed, peers_[static_cast<std::size_t>(blamed)]);
     throw BrokenError(text);
   }
   if (state == State::kAborted) {
@@ -136,13 +134,15 @@ void Members::lost(int peer, const Errand& errand, const std::string& how) const
   throw PeerLostError(label(peer) + " " + how + " while " + name_of(errand) +
                           ", waited for it. Its last collective was " +
                           std::to_string(last->sequence) + ", " + describe(*last) + '.',
-                      peer);
+                      peer, peers_[static_cast<std::size_t>(peer)]);
 }
 
 void Members::give_up(const Errand& errand, const std::vector<int>& missing) const {
   std::string text = name_of(errand) + ": the deadline has passed. Not arrived: ";
+  std::vector<int> ranks;
   for (std::size_t i = 0; i < missing.size(); ++i) {
     const Line& other = line(missing[i]);
+    ranks.push_back(peers_[static_cast<std::size_t>(missing[i])].rank);
     const std::uint64_t last =
         std::max(other.announcements[0].sequence, other.announcements[1].sequence);
     text += (i ? ", " : "") + label(missing[i]);
@@ -150,7 +150,7 @@ void Members::give_up(const Errand& errand, const std::vector<int>& missing) con
       text += ", whose last collective was " + std::to_string(last);
     }
   }
-  throw DeadlineError(text + '.', missing);
+  throw DeadlineError(text + '.', ranks);
 }
 
 void Members::set_state(State state) {

@@ -16,13 +16,6 @@
 
 namespace gradsync {
 
-// Who a rank is, as it told the others.
-struct Peer {
-  std::int64_t pid = 0;
-  std::uint64_t started = 0;
-  std::string label;  // for messages: "rank 3 (pid 17 on host a)"
-};
-
 // What is waited for, for messages.
 struct Errand {
   const Announcement* announcement;

@@ -268,20 +268,21 @@ void Messages::check_peers(bool& overdue) {
     return fail_all(std::make_exception_ptr(AbortedError("The group was aborted.")));
   }
   // What a peer sent before it ended counts: fetch that first, and only then hold its end against it.
+  std::vector<bool> gone(static_cast<std::size_t>(members_.world()));
+  bool any = false;
   for (int peer = 0; peer < members_.world(); ++peer) {
-    if (peer != members_.rank() && members_.is_gone(peer) && progress()) {
-      overdue = true;
-      return;
-    }
+    if (peer == members_.rank()) continue;
+    any |= gone[static_cast<std::size_t>(peer)] = members_.is_gone(peer);
+  }
+  if (any && progress()) {
+    overdue = true;
+    return;
   }
   const auto look = [&](Message& message, int peer) {
     try {
-      if (peer != kAnySource) {
-        members_.check(peer, errand(message));
-      } else {
-        for (int rank = 0; rank < members_.world(); ++rank) {
-          if (rank != members_.rank()) members_.check(rank, errand(message));
-        }
+      for (int rank = 0; rank < members_.world(); ++rank) {
+        const bool is_asked = peer == kAnySource || peer == rank;
+        if (is_asked && gone[static_cast<std::size_t>(rank)]) members_.check(rank, errand(message));
       }
       if (Clock::now() >= message.deadline) {
         std::vector<int> missing;

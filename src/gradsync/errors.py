@@ -10,6 +10,8 @@ Every class also derives from the builtin that torch raises in its place, so tha
 ``except RuntimeError`` and ``except ValueError`` of existing programs keep working.
 """
 
+from collections.abc import Iterable
+
 __all__ = [
     "AbortedError",
     "ArgumentError",
@@ -165,19 +167,41 @@ class PeerStepError(FaultError):
 class PeerLostError(FaultError):
     """A rank has ended, or left the group, while others needed it; names rank, pid and host.
 
+    ``rank`` is its rank in the group; ``host`` and ``pid`` say which process it was.
+
     >>> import gradsync
-    >>> issubclass(gradsync.PeerLostError, gradsync.FaultError)
-    True
+    >>> try:
+    ...     raise gradsync.PeerLostError("rank 1 has ended", rank=1, host="a", pid=17)
+    ... except gradsync.FaultError as error:
+    ...     print(error, error.rank, error.host, error.pid)
+    rank 1 has ended 1 a 17
     """
+
+    def __init__(
+        self, text: str, *, rank: int | None = None, host: str | None = None, pid: int | None = None
+    ) -> None:
+        super().__init__(text)
+        self.rank = rank
+        self.host = host
+        self.pid = pid
 
 
 class DeadlineError(FaultError):
     """Ranks have not come to a collective in time; names them.
 
+    ``ranks`` are those in the group that are known not to have come.
+
     >>> import gradsync
-    >>> issubclass(gradsync.DeadlineError, gradsync.FaultError)
-    True
+    >>> try:
+    ...     raise gradsync.DeadlineError("rank 1 has not arrived", ranks=[1])
+    ... except gradsync.FaultError as error:
+    ...     print(error, error.ranks)
+    rank 1 has not arrived (1,)
     """
+
+    def __init__(self, text: str, *, ranks: Iterable[int] = ()) -> None:
+        super().__init__(text)
+        self.ranks = tuple(ranks)
 
 
 class AbortedError(FaultError):

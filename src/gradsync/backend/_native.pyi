@@ -14,6 +14,8 @@ class BrokenError(RuntimeError): ...
 
 class PeerLostError(BrokenError):
     rank: int
+    host: str
+    pid: int
 
 class DeadlineError(BrokenError):
     missing: list[int]
@@ -98,7 +100,7 @@ class Context:
         self,
         segment: Segment,
         rank: int,
-        peers: Sequence[tuple[int, int, str]],
+        peers: Sequence[tuple[int, int, str, int, str]],
         nonce_a: int,
         nonce_b: int,
         is_founder: bool,

@@ -49,7 +49,7 @@ def attach(store: Store, own: Member, local: Sequence[Member]) -> _native.Contex
 
 
 def _map(store: Store, place: str, own: Member, local: Sequence[Member]) -> _native.Context:
-    peers = [(member.pid, member.started, member.label) for member in local]
+    peers = [(each.pid, each.started, each.label, each.rank, each.host) for each in local]
     rank = local.index(own)
     if rank == 0:
         segment = _native.Segment.create(len(local))

@@ -2,7 +2,9 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol
 
@@ -53,30 +55,55 @@ class SharedMemoryWork(dist.Work):
         self._error: Exception | None = None
         self._future: torch.futures.Future[list[Tensor]] | None = None
         self._lock = threading.Lock()
+        self._is_left_to_background = False
+        self.record: Record | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the outputs are there, or raise what went wrong.
 
-        ``timeout`` is torch's: the deadline of an operation is set when it begins.
+        The deadline of an operation is set when it begins. With ``timeout`` this call gives up
+        earlier; the operation goes on, and can be waited for again.
         """
         if self._error is not None:
             raise self._error
+        if timeout is not None and timeout > timedelta(0):  # torch's default is below
+            self._await(timeout)
         try:
             self.handle.wait()
         except Exception as error:
             self._error = translate(error)
             raise self._error from error
+        finally:
+            if self.record is not None:
+                self.record.end()
         if self._finish is not None:
-            with self._lock:
+            with self._lock:  # whoever waits too has to wait for this
                 finish, self._finish = self._finish, None
-            if finish is not None:
-                finish()
+                if finish is not None:
+                    finish()
         self._kept = None
         return True
 
+    def _await(self, timeout: timedelta) -> None:
+        deadline = time.monotonic() + timeout.total_seconds()
+        pause = 1e-5
+        while not self.is_completed():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise DeadlineError(f"The operation has not completed in {timeout}.")
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, 1e-3)
+
     def is_completed(self) -> bool:
-        """Would ``wait`` return, or raise, at once?"""
-        return self.handle.done
+        """Are the outputs there, or has it failed? Asking lets it go on in the background."""
+        if not self.handle.done:
+            if not self._is_left_to_background:
+                self._is_left_to_background = True
+                self._notifier.leave_to_background()
+            return False
+        with suppress(Exception):
+            self.wait()
+        return True
 
     def is_success(self) -> bool:
         """Is it done, and well?"""
@@ -84,11 +111,7 @@ class SharedMemoryWork(dist.Work):
 
     def exception(self) -> Exception | None:
         """What went wrong, if it is known by now."""
-        if self._error is None and self.handle.done:
-            try:
-                self.wait()
-            except Exception as error:
-                return error
+        self.is_completed()
         return self._error
 
     def synchronize(self) -> None:
@@ -131,13 +154,13 @@ class Notifier:
     """A thread that completes futures, in the order in which they were asked for."""
 
     def __init__(self, leave_to_background: Callable[[], None]) -> None:
-        self._leave_to_background = leave_to_background
+        self.leave_to_background = leave_to_background
         self._works: queue.SimpleQueue[SharedMemoryWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def add(self, work: SharedMemoryWork) -> None:
         """Complete the future of ``work`` when it is done."""
-        self._leave_to_background()
+        self.leave_to_background()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="gradsync-futures", daemon=True)
             self._thread.start()
@@ -156,13 +179,29 @@ class Notifier:
             del work
 
 
+class Record:
+    """An operation as the profiler shows it: a span that begins here and ends elsewhere."""
+
+    def __init__(self, name: str, tensors: Sequence[Tensor]) -> None:
+        self._handle = torch.autograd._record_function_with_args_enter(name, *tensors)
+
+    def end(self) -> None:
+        """Close the span. In another thread: so the profiler knows that it is asynchronous."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            end = torch.autograd._record_function_with_args_exit
+            thread = threading.Thread(target=end, args=(handle,))
+            thread.start()
+            thread.join()
+
+
 def translate(error: Exception) -> Exception:
     """The native part's exceptions, as those that users know."""
     text = str(error)
     if isinstance(error, _native.PeerLostError):
-        return PeerLostError(text)
+        return PeerLostError(text, rank=error.rank, host=error.host, pid=error.pid)
     if isinstance(error, _native.DeadlineError):
-        return DeadlineError(text)
+        return DeadlineError(text, ranks=error.missing)
     if isinstance(error, _native.AbortedError | _native.InterruptedError):
         return AbortedError(text)
     if isinstance(error, _native.BrokenError):
