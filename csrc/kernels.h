@@ -31,8 +31,8 @@ struct Reduction {
 };
 
 // Reduces elements [begin, end). The order of the arithmetic is that of the sources, 16-bit floats
-// are added up in float32, so the result depends on the values alone. The average is divided by
-// source_count.
+// are added up in float32, so the result depends on the values alone. The average of
+// floats is multiplied by 1 / source_count, that of integers is divided and cut towards zero.
 void reduce(const Reduction& reduction, std::size_t begin, std::size_t end);
 
 }  // namespace gradsync

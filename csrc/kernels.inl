@@ -90,7 +90,8 @@ inline T finish(typename Element<T>::Compute value, int count, typename Element<
   if constexpr (!kAverages) {
     return Element<T>::store(value);
   } else if constexpr (std::is_integral_v<T>) {
-    return static_cast<T>(value / static_cast<T>(count));
+    using Wide = std::common_type_t<T, int>;  // which holds any count
+    return static_cast<T>(static_cast<Wide>(value) / static_cast<Wide>(count));
   } else {
     return Element<T>::store(value * scale);
   }
