@@ -26,8 +26,8 @@ ALL_REDUCE_COLUMNS = (
 )  # fmt: skip
 OTHER_COLUMNS = ("collective", "size", "gloo", "gradsync", "× gloo (95 %)", "target")
 BUSY_COLUMNS = (
-    "size", "contender", "step", "× gloo (95 %)", "CPU a step, all ranks", "gloo's CPU / its (95 %)",
-    "CPU beyond computing",
+    "size", "contender", "step", "× gloo (95 %)", "CPU a step, all ranks",
+    "gloo's CPU / its (95 %)", "CPU beyond computing",
 )  # fmt: skip
 LEGEND = (
     "time: of one call, the slowest rank's, median over the rounds. × gloo, × OpenMPI: their time "
@@ -36,8 +36,9 @@ LEGEND = (
     "interval is, and open when it lies within."
 )
 BUSY_LEGEND = (
-    "Every core has a process that computes all the time beside the ranks. A step: compute, start "
-    "an all-reduce, compute, wait; in turn one rank is late. CPU: user and system time of all ranks."
+    "Beside the ranks, every core has a process that computes all the time. A step: compute, "
+    "start an all-reduce, compute, wait; in turn one rank is late. CPU: user and system time of "
+    "all ranks together."
 )
 
 
