@@ -4,15 +4,18 @@ Ranks of one machine go through shared memory, ranks of several through the hier
 no way there goes to an inner gloo group, which is made when it is first needed.
 """
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -21,8 +24,6 @@ from torch._C._distributed_c10d import (
     BarrierOptions,
     BroadcastOptions,
     GatherOptions,
-    PrefixStore,
-    ProcessGroupGloo,
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
@@ -31,9 +32,20 @@ from torch._C._distributed_c10d import (
 
 from gradsync.backend import _native
 from gradsync.backend._native import ReduceOp
+from gradsync.backend.arguments import (
+    check_exchange,
+    check_pieces,
+    check_rank,
+    check_whole,
+    only,
+    reduce_op,
+    split,
+)
 from gradsync.backend.attach import attach
+from gradsync.backend.engines import CPU, Engines, configured, engine_for
 from gradsync.backend.hierarchy import Hierarchy
 from gradsync.backend.members import by_machine, exchange, myself
+from gradsync.backend.monitored_barrier import MonitoredBarrier
 from gradsync.backend.shared_memory import (
     SharedMemory,
     Started,
@@ -41,21 +53,10 @@ from gradsync.backend.shared_memory import (
     is_dense,
     symmetric_empty,
 )
-from gradsync.backend.work import Notifier, SharedMemoryWork
-from gradsync.errors import ArgumentError, StateError
+from gradsync.backend.work import Notifier, Record, SharedMemoryWork
+from gradsync.errors import StateError
 
-REDUCE_OPS = {
-    dist.ReduceOp.SUM: ReduceOp.SUM,
-    dist.ReduceOp.AVG: ReduceOp.AVG,
-    dist.ReduceOp.PRODUCT: ReduceOp.PRODUCT,
-    dist.ReduceOp.MIN: ReduceOp.MIN,
-    dist.ReduceOp.MAX: ReduceOp.MAX,
-    dist.ReduceOp.BAND: ReduceOp.BAND,
-    dist.ReduceOp.BOR: ReduceOp.BOR,
-    dist.ReduceOp.BXOR: ReduceOp.BXOR,
-}
 Work = Any  # ours, or gloo's
-CPU = torch.device("cpu")
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
@@ -78,7 +79,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         rank: int,
         size: int,
         timeout: timedelta = DEFAULT_TIMEOUT,
-        names: Sequence[int] = (),
+        name: int | None = None,
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._store = store
@@ -86,11 +87,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._size = size
         self._timeout = timeout
         self._closed = False
-        self._inner: Any = None
+        self.options = SimpleNamespace(_timeout=timeout)  # torch writes more there
+        self._monitored_barrier = MonitoredBarrier(store, rank, size)
+        self._engines = Engines(store, rank, size, timeout)
         self._pending: deque[SharedMemoryWork] = deque()
+        self._pending_lock = threading.Lock()
         self._memory: SharedMemory | None = None
         self._hierarchy: Hierarchy | None = None
-        own = myself(rank, names[rank] if names else rank)
+        own = myself(rank, rank if name is None else name)
         self.members = exchange(store, own, size)
         machines = by_machine(self.members)
         local = next(machine for machine in machines if own in machine)
@@ -104,6 +108,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
             if context is not None:
                 memory = SharedMemory(context, local.index(own), len(local))
             self._hierarchy = Hierarchy.build(store, own, machines, memory, timeout)
+        if self._memory is None:
+            self._engines.gloo()  # now, as messages between two ranks do not wait for the others
 
     # ---------------------------------------------------------------- what torch asks for
 
@@ -121,27 +127,34 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:
         """Of the backend."""
-        return "gradsync"
+        return self.name()
 
     def __repr__(self) -> str:
         return f"SharedMemoryGroup(rank={self._rank}, size={self._size})"
 
     @property
-    def options(self) -> "SharedMemoryGroup":
-        """For torch, which writes a gloo group's options after it has made it."""
-        return self
-
-    @property
     def _device_types(self) -> list[torch.device]:
-        return [CPU]
+        others = [torch.device(name) for name in configured(self) if name != "cpu"]
+        return [CPU, *others]
 
-    def _get_backend(self, device: torch.device) -> "SharedMemoryGroup":
-        if torch.device(device).type != "cpu":
-            raise RuntimeError(f"The gradsync backend has no collectives for {device}.")
+    def _get_backend(self, device: torch.device) -> Any:
+        """What has the collectives for ``device``: [Note: one group, several devices]."""
+        kind = torch.device(device).type
+        if kind != "cpu" and configured(self).get(kind) == "nccl":
+            return self._engines.nccl()
         return self
 
     def _get_backend_name(self) -> str:
-        return "gradsync"
+        return self.name()
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if torch.device(device).type != "cpu":
+            self._get_backend(device)._start_coalescing()
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        if torch.device(device).type != "cpu":
+            return self._get_backend(device)._end_coalescing()
+        return None
 
     supports_splitting = False
     supports_coalescing = False
@@ -149,9 +162,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Let operations from now on take no longer than this."""
-        self._timeout = timeout
-        if self._inner is not None:
-            self._inner.set_timeout(timeout)
+        self._timeout = self.options._timeout = timeout
+        self._engines.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
 
@@ -188,13 +200,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self, tensors: Sequence[Tensor] | Tensor, opts: AllreduceOptions | None = None
     ) -> Work:
         opts = opts or AllreduceOptions()
-        tensor = _only(tensors)
-        op = _reduce_op(opts)
+        tensor = only(tensors)
+        op = reduce_op(opts)
         ways = self._memory or self._hierarchy
-        if ways is None or op is None or not is_dense(tensor) or not can_reduce(tensor, op):
-            return self._gloo.allreduce([tensor], opts)
+        if ways is None or op is None or not self._reduces(tensor, op):
+            return self._engine(tensor).allreduce([tensor], opts)
         started = ways.all_reduce(tensor, op, self._seconds(opts), later=opts.asyncOp)
-        return self._work(started, [tensor])
+        return self._work("all_reduce", started, [tensor])
 
     def allreduce_coalesced(
         self, tensors: Sequence[Tensor], opts: AllreduceCoalescedOptions | None = None
@@ -204,14 +216,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def reduce(self, tensors: Sequence[Tensor] | Tensor, opts: ReduceOptions | None = None) -> Work:
         opts = opts or ReduceOptions()
-        tensor = _only(tensors)
-        op = _reduce_op(opts)
-        if self._memory is None or op is None or not is_dense(tensor) or not can_reduce(tensor, op):
-            return self._gloo.reduce([tensor], opts)
+        tensor = only(tensors)
+        op = reduce_op(opts)
+        if self._memory is None or op is None or not self._reduces(tensor, op):
+            return self._engine(tensor).reduce([tensor], opts)
         started = self._memory.reduce(
-            tensor, op, opts.rootRank, self._seconds(opts), later=opts.asyncOp
+            tensor, op, self._root(opts), self._seconds(opts), later=opts.asyncOp
         )
-        return self._work(started, [tensor])
+        return self._work("reduce", started, [tensor])
 
     def reduce_scatter(
         self,
@@ -220,27 +232,27 @@ class SharedMemoryGroup(dist.ProcessGroup):
         opts: ReduceScatterOptions | None = None,
     ) -> Work:
         opts = opts or ReduceScatterOptions()
-        output, pieces = _only(output_tensors), _only(input_tensors)
-        op = _reduce_op(opts)
-        if self._memory is None or op is None or not is_dense(output) or not can_reduce(output, op):
-            return self._gloo.reduce_scatter([output], [list(pieces)], opts)
-        self._check_pieces("input", pieces, [output.shape.numel()] * self._size)
+        output, pieces = only(output_tensors), only(input_tensors)
+        op = reduce_op(opts)
+        if self._memory is None or op is None or not self._reduces(output, op):
+            return self._engine(output).reduce_scatter([output], [list(pieces)], opts)
+        check_pieces("input", pieces, output, self._size)
         started = self._memory.reduce_scatter(
             output, pieces, op, self._seconds(opts), later=opts.asyncOp
         )
-        return self._work(started, [output])
+        return self._work("reduce_scatter", started, [output], pieces)
 
     def reduce_scatter_single(
         self, outputTensor: Tensor, inputTensor: Tensor, opts: ReduceScatterOptions | None = None
     ) -> Work:
         opts = opts or ReduceScatterOptions()
-        self._check_whole("input", inputTensor, outputTensor)
-        pieces = inputTensor.contiguous().view(-1).chunk(self._size)
-        if outputTensor.numel() == 0:
-            pieces = (inputTensor.view(-1),) * self._size
-        if self._memory is None and self._gloo is not None:
-            return self._gloo._reduce_scatter_base(outputTensor, inputTensor, opts)
-        return self.reduce_scatter([outputTensor], [list(pieces)], opts)
+        check_whole("input", inputTensor, outputTensor, self._size)
+        op = reduce_op(opts)
+        if self._memory is None or op is None or not self._reduces(outputTensor, op):
+            engine = self._engine(outputTensor)
+            return engine._reduce_scatter_base(outputTensor, inputTensor, opts)
+        flat = inputTensor.contiguous().view(-1)
+        return self.reduce_scatter([outputTensor], [_cut(flat, self._size)], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -262,12 +274,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self, tensors: Sequence[Tensor] | Tensor, opts: BroadcastOptions | None = None
     ) -> Work:
         opts = opts or BroadcastOptions()
-        tensor = _only(tensors)
+        tensor = only(tensors)
         ways = self._memory or self._hierarchy
         if ways is None or not is_dense(tensor):
-            return self._gloo.broadcast([tensor], opts)
-        started = ways.broadcast(tensor, opts.rootRank, self._seconds(opts), later=opts.asyncOp)
-        return self._work(started, [tensor])
+            return self._engine(tensor).broadcast([tensor], opts)
+        started = ways.broadcast(tensor, self._root(opts), self._seconds(opts), later=opts.asyncOp)
+        return self._work("broadcast", started, [tensor])
 
     def allgather(
         self,
@@ -276,28 +288,26 @@ class SharedMemoryGroup(dist.ProcessGroup):
         opts: AllgatherOptions | None = None,
     ) -> Work:
         opts = opts or AllgatherOptions()
-        outputs, tensor = _only(output_tensors), _only(input_tensors)
+        outputs, tensor = only(output_tensors), only(input_tensors)
         if self._memory is None or not is_dense(tensor):
-            return self._gloo.allgather([list(outputs)], [tensor], opts)
-        self._check_pieces("output", outputs, [tensor.numel()] * self._size)
+            return self._engine(tensor).allgather([list(outputs)], [tensor], opts)
+        check_pieces("output", outputs, tensor, self._size)
         started = self._memory.all_gather(outputs, tensor, self._seconds(opts), later=opts.asyncOp)
-        return self._work(started, outputs)
+        return self._work("all_gather", started, outputs, [tensor])
 
     def all_gather_single(
         self, output: Tensor, input: Tensor, opts: AllgatherOptions | None = None
     ) -> Work:
         opts = opts or AllgatherOptions()
-        self._check_whole("output", output, input)
-        if self._memory is None:
-            return self._gloo._allgather_base(output, input, opts)
+        check_whole("output", output, input, self._size)
+        if self._memory is None or not is_dense(input):
+            return self._engine(input)._allgather_base(output, input, opts)
         whole = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
-        pieces = list(whole.view(-1).chunk(self._size)) or [whole.view(-1)]
-        if input.numel() == 0:
-            pieces = [whole.view(-1)] * self._size
+        pieces = _cut(whole.view(-1), self._size)
         started = self._memory.all_gather(pieces, input, self._seconds(opts), later=opts.asyncOp)
         if whole is not output:
             started.finish = partial(output.copy_, whole)
-        return self._work(started, [output])
+        return self._work("all_gather", started, [output], [input])
 
     _allgather_base = all_gather_single
 
@@ -333,17 +343,17 @@ class SharedMemoryGroup(dist.ProcessGroup):
         opts: GatherOptions | None = None,
     ) -> Work:
         opts = opts or GatherOptions()
-        tensor = _only(input_tensors)
+        tensor = only(input_tensors)
         outputs: Sequence[Tensor] = ()
         if self._memory is None or not is_dense(tensor):
-            return self._gloo.gather(list(output_tensors), [tensor], opts)
-        if self._rank == opts.rootRank:
-            outputs = _only(output_tensors)
-            self._check_pieces("output", outputs, [tensor.numel()] * self._size)
+            return self._engine(tensor).gather(list(output_tensors), [tensor], opts)
+        if self._rank == self._root(opts):
+            outputs = only(output_tensors)
+            check_pieces("output", outputs, tensor, self._size)
         started = self._memory.gather(
-            outputs, tensor, opts.rootRank, self._seconds(opts), later=opts.asyncOp
+            outputs, tensor, self._root(opts), self._seconds(opts), later=opts.asyncOp
         )
-        return self._work(started, outputs)
+        return self._work("gather", started, outputs, [tensor])
 
     def scatter(
         self,
@@ -352,17 +362,17 @@ class SharedMemoryGroup(dist.ProcessGroup):
         opts: ScatterOptions | None = None,
     ) -> Work:
         opts = opts or ScatterOptions()
-        output = _only(output_tensors)
+        output = only(output_tensors)
         pieces: Sequence[Tensor] = ()
         if self._memory is None or not is_dense(output):
-            return self._gloo.scatter([output], list(input_tensors), opts)
-        if self._rank == opts.rootRank:
-            pieces = _only(input_tensors)
-            self._check_pieces("input", pieces, [output.numel()] * self._size)
+            return self._engine(output).scatter([output], list(input_tensors), opts)
+        if self._rank == self._root(opts):
+            pieces = only(input_tensors)
+            check_pieces("input", pieces, output, self._size)
         started = self._memory.scatter(
-            output, pieces, opts.rootRank, self._seconds(opts), later=opts.asyncOp
+            output, pieces, self._root(opts), self._seconds(opts), later=opts.asyncOp
         )
-        return self._work(started, [output])
+        return self._work("scatter", started, [output], pieces)
 
     def alltoall(
         self,
@@ -371,17 +381,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
         opts: AllToAllOptions | None = None,
     ) -> Work:
         opts = opts or AllToAllOptions()
-        if self._memory is None:
-            return self._gloo.alltoall(list(output_tensors), list(input_tensors), opts)
-        if len(output_tensors) != self._size or len(input_tensors) != self._size:
-            raise ArgumentError(
-                f"all_to_all takes {self._size} tensors of each kind, one for each rank; got "
-                f"{len(output_tensors)} outputs and {len(input_tensors)} inputs."
-            )
+        check_exchange(output_tensors, input_tensors, self._size)
+        first = output_tensors[0]
+        if self._memory is None or not is_dense(first):
+            return self._engine(first).alltoall(list(output_tensors), list(input_tensors), opts)
         started = self._memory.all_to_all(
             output_tensors, input_tensors, self._seconds(opts), later=opts.asyncOp
         )
-        return self._work(started, output_tensors)
+        return self._work("all_to_all", started, output_tensors, input_tensors)
 
     def all_to_all_single(
         self,
@@ -392,20 +399,20 @@ class SharedMemoryGroup(dist.ProcessGroup):
         opts: AllToAllOptions | None = None,
     ) -> Work:
         opts = opts or AllToAllOptions()
-        if self._memory is None:
-            return self._gloo.alltoall_base(
+        if self._memory is None or not is_dense(output):
+            return self._engine(output).alltoall_base(
                 output, input, list(output_split_sizes or ()), list(input_split_sizes or ()), opts
             )
         whole = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
         started = self._memory.all_to_all(
-            self._split("output", whole, output_split_sizes),
-            self._split("input", input.contiguous(), input_split_sizes),
+            split("output", whole, output_split_sizes, self._size),
+            split("input", input.contiguous(), input_split_sizes, self._size),
             self._seconds(opts),
             later=opts.asyncOp,
         )
         if whole is not output:
             started.finish = partial(output.copy_, whole)
-        return self._work(started, [output])
+        return self._work("all_to_all", started, [output], [input])
 
     alltoall_base = all_to_all_single
 
@@ -413,35 +420,41 @@ class SharedMemoryGroup(dist.ProcessGroup):
         opts = opts or BarrierOptions()
         ways = self._memory or self._hierarchy
         if ways is None:
-            return self._gloo.barrier(opts)
-        return self._work(ways.barrier(self._seconds(opts), later=opts.asyncOp), [])
+            return self._engines.gloo().barrier(opts)
+        return self._work("barrier", ways.barrier(self._seconds(opts), later=opts.asyncOp), [])
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         """Wait for all ranks, and say which have not come, without breaking the group."""
-        self._gloo.monitored_barrier(timeout or self._timeout, wait_all_ranks)
+        if timeout is None or timeout < timedelta(0):  # torch's default is below
+            timeout = self._timeout
+        self._monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
 
     # ---------------------------------------------------------------- point to point
 
     def send(self, tensors: Sequence[Tensor] | Tensor, dstRank: int, tag: int = 0) -> Work:
-        tensor = _only(tensors)
+        tensor = only(tensors)
         if self._memory is None or not is_dense(tensor):
-            return self._gloo.send([tensor], dstRank, tag)
-        return self._work(self._memory.send(tensor, dstRank, tag, self._seconds()), [tensor])
+            return self._engine(tensor).send([tensor], dstRank, tag)
+        to = check_rank("receiver", dstRank, self._size)
+        started = self._memory.send(tensor, to, tag, self._seconds())
+        return self._work("send", started, [tensor])
 
     def recv(self, tensors: Sequence[Tensor] | Tensor, srcRank: int, tag: int = 0) -> Work:
-        tensor = _only(tensors)
+        tensor = only(tensors)
         if self._memory is None or not is_dense(tensor):
-            return self._gloo.recv([tensor], srcRank, tag)
-        return self._work(self._memory.recv(tensor, srcRank, tag, self._seconds()), [tensor])
+            return self._engine(tensor).recv([tensor], srcRank, tag)
+        source = check_rank("sender", srcRank, self._size)
+        started = self._memory.recv(tensor, source, tag, self._seconds())
+        return self._work("recv", started, [tensor])
 
     def recv_anysource(self, tensors: Sequence[Tensor] | Tensor, tag: int = 0) -> Work:
-        tensor = _only(tensors)
+        tensor = only(tensors)
         if self._memory is None or not is_dense(tensor):
-            return self._gloo.recv_anysource([tensor], tag)
+            return self._engine(tensor).recv_anysource([tensor], tag)
         started = self._memory.recv(tensor, _native.ANY_SOURCE, tag, self._seconds())
-        return self._work(started, [tensor])
+        return self._work("recv", started, [tensor])
 
     # ---------------------------------------------------------------- the end
 
@@ -451,8 +464,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             self._context.abort()
         if self._hierarchy is not None:
             self._hierarchy.abort()
-        if self._inner is not None:
-            self._inner.abort()
+        self._engines.abort()
 
     def shutdown(self) -> None:
         """Leave the group. What is still under way fails."""
@@ -465,8 +477,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             self._context.close()
         self._notifier.stop()
         self._pending.clear()
-        if self._inner is not None:
-            self._inner.shutdown()
+        self._engines.shutdown()
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
@@ -474,26 +485,36 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     # ---------------------------------------------------------------- helpers
 
-    @property
-    def _gloo(self) -> Any:
+    def _engine(self, tensor: Tensor) -> Any:
         """For what has no way of ours. All ranks come here at the same collective."""
-        if self._inner is None:
-            if self._closed:
-                raise StateError("The process group has been destroyed.")
-            store = PrefixStore("gloo/", self._store)
-            self._inner = ProcessGroupGloo(store, self._rank, self._size, self._timeout)
-        return self._inner
+        return engine_for(self, self._engines, tensor.device)
 
-    def _work(self, started: Started, outputs: Sequence[Tensor]) -> SharedMemoryWork:
+    def _work(
+        self,
+        name: str,
+        started: Started,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor] | None = None,
+    ) -> SharedMemoryWork:
         work = SharedMemoryWork(
             started.handle, outputs, started.kept, started.finish, self._notifier
         )
-        pending = self._pending
-        while pending and pending[0].handle.done:
-            pending.popleft()
-        if not started.handle.done:
-            pending.append(work)  # its memory stays, also if the caller forgets the work
+        if _profiler_enabled():
+            given = outputs if inputs is None else inputs
+            work.record = Record(f"{self.name()}:{name}", given)
+        with self._pending_lock:
+            pending = self._pending
+            while pending and pending[0].handle.done:
+                pending.popleft()
+            if not started.handle.done:
+                pending.append(work)  # its memory stays, also if the caller forgets the work
         return work
+
+    def _reduces(self, tensor: Tensor, op: ReduceOp) -> bool:
+        return is_dense(tensor) and can_reduce(tensor, op)
+
+    def _root(self, opts: Any) -> int:
+        return check_rank("root", opts.rootRank, self._size)
 
     def _leave_to_background(self) -> None:
         if self._context is not None:
@@ -503,51 +524,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """How long an operation may take: what it asks for itself, or else what the group does."""
         own = opts.timeout.total_seconds() if opts is not None else 0.0
         return own if own > 0 else self._timeout.total_seconds()
-
-    def _check_pieces(self, kind: str, pieces: Sequence[Tensor], counts: Sequence[int]) -> None:
-        got = [piece.numel() for piece in pieces]
-        if got != list(counts):
-            raise ArgumentError(
-                f"The {kind} tensors must be {len(counts)}, with {list(counts)} elements; got "
-                f"{len(got)} with {got}."
-            )
-
-    def _check_whole(self, kind: str, whole: Tensor, part: Tensor) -> None:
-        if whole.numel() != part.numel() * self._size or whole.dtype != part.dtype:
-            raise ArgumentError(
-                f"The {kind} tensor must have {self._size} times the {part.numel()} elements of "
-                f"the other, and its dtype, {part.dtype}; got {whole.numel()} of {whole.dtype}."
-            )
-
-    def _split(self, kind: str, whole: Tensor, sizes: Sequence[int] | None) -> list[Tensor]:
-        """Cut along the first dimension, evenly without ``sizes``."""
-        rows = whole.shape[0] if whole.dim() else 0
-        if not sizes:
-            if rows % self._size:
-                raise ArgumentError(
-                    f"Tensor's dim 0 does not divide equally across group size: {kind} has {rows} "
-                    f"rows for {self._size} ranks."
-                )
-            sizes = [rows // self._size] * self._size
-        if sum(sizes) != rows or len(sizes) != self._size:
-            raise ArgumentError(
-                f"Split sizes doesn't match total dim 0 size: {kind} has {rows} rows, the split "
-                f"sizes are {list(sizes)} for {self._size} ranks."
-            )
-        return list(whole.split(list(sizes)))
-
-
-def _reduce_op(opts: Any) -> ReduceOp | None:
-    return REDUCE_OPS.get(opts.reduceOp.op)
-
-
-def _only(items: Any) -> Any:
-    """The one tensor, or list of tensors, of a call that takes one for each device."""
-    if isinstance(items, Tensor):
-        return items
-    if len(items) != 1:
-        raise ArgumentError(f"Exactly one tensor a rank is supported, got {len(items)}.")
-    return items[0]
 
 
 class _All:
@@ -567,6 +543,11 @@ class _All:
             work.wait()
 
 
+def _cut(flat: Tensor, count: int) -> list[Tensor]:
+    """Equal parts; none is missing if they are empty."""
+    return list(flat.view(count, -1)) if flat.numel() else [flat] * count
+
+
 def _last(works: Sequence[Work]) -> Work:
     """One work for several; they are done in order."""
     assert works, "a coalesced collective has at least one tensor"
@@ -579,12 +560,13 @@ def _last(works: Sequence[Work]) -> Work:
 
 def create(options: Any, _backend_options: object) -> SharedMemoryGroup:
     """What torch calls for ``backend="gradsync"``."""
+    ranks = options.global_ranks_in_group
     return SharedMemoryGroup(
         options.store,
         options.group_rank,
         options.group_size,
         options.timeout or DEFAULT_TIMEOUT,
-        options.global_ranks_in_group or (),
+        ranks[options.group_rank] if ranks else None,
     )
 
 
@@ -592,3 +574,19 @@ def register() -> None:
     """Make ``backend="gradsync"`` known to torch."""
     if not hasattr(dist.Backend, "GRADSYNC"):
         dist.Backend.register_backend("gradsync", create, extended_api=True, devices=["cpu"])
+
+
+class GlooGroup(SharedMemoryGroup):
+    """What stands in for torch's ``ProcessGroupGloo``: made as that is, and under its name."""
+
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: timedelta = DEFAULT_TIMEOUT
+    ) -> None:
+        name = dist.get_rank() if dist.is_initialized() else None
+        super().__init__(store, rank, size, timeout, name)
+        if torch.cuda.is_available():
+            self._engines.gloo()  # it takes CUDA tensors too, also in messages between two ranks
+
+    def name(self) -> str:
+        """Of the backend."""
+        return "gloo"

@@ -84,7 +84,7 @@ class SharedMemory:
     ) -> Started:
         """Reduce the pieces over all ranks; each rank gets the one that is its own."""
         flat, finish = _for_output(output)
-        sources = [_real(piece.contiguous()) for piece in pieces]
+        sources = [_real(_plain(piece)) for piece in pieces]
         return self._reduction(Kind.REDUCE_SCATTER, op, -1, sources, [flat], finish, seconds, later)
 
     def _reduction(
@@ -128,7 +128,7 @@ class SharedMemory:
     ) -> Started:
         """Collect every rank's ``tensor``."""
         targets, finish = _for_outputs(outputs)
-        source = tensor.contiguous()
+        source = _plain(tensor)
         return self._move(Kind.ALL_GATHER, -1, [source], targets, source, finish, seconds, later)
 
     def gather(
@@ -136,7 +136,7 @@ class SharedMemory:
     ) -> Started:
         """Collect every rank's ``tensor`` on rank ``root``; the others have no outputs."""
         targets, finish = _for_outputs(outputs)
-        source = tensor.contiguous()
+        source = _plain(tensor)
         return self._move(Kind.GATHER, root, [source], targets, source, finish, seconds, later)
 
     def scatter(
@@ -144,7 +144,7 @@ class SharedMemory:
     ) -> Started:
         """Give every rank its piece of rank ``root``'s; the others have none."""
         target, finish = _for_output(output)
-        sources = [piece.contiguous() for piece in pieces]
+        sources = [_plain(piece) for piece in pieces]
         return self._move(Kind.SCATTER, root, sources, [target], target, finish, seconds, later)
 
     def all_to_all(
@@ -152,7 +152,7 @@ class SharedMemory:
     ) -> Started:
         """Give rank r the r-th input, and get the own one of every rank."""
         targets, finish = _for_outputs(outputs)
-        sources = [tensor.contiguous() for tensor in inputs]
+        sources = [_plain(tensor) for tensor in inputs]
         handle = self.context.collective(
             Kind.ALL_TO_ALL,
             DType.BYTES,
@@ -207,7 +207,7 @@ class SharedMemory:
 
     def send(self, tensor: Tensor, to: int, tag: int, seconds: float) -> Started:
         """Send ``tensor`` to rank ``to``."""
-        source = tensor.contiguous()
+        source = _plain(tensor)
         handle = self.context.message(
             Kind.SEND, source.data_ptr(), source.nbytes, to, tag, seconds, True
         )
@@ -226,17 +226,26 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+def _plain(tensor: Tensor) -> Tensor:
+    """The tensor's values, one after the other: itself, or a copy."""
+    return tensor.detach().contiguous().resolve_conj().resolve_neg()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
 def _in_place(tensor: Tensor) -> tuple[Tensor, Finish | None]:
     """Contiguous memory with the tensor's values; what brings the result back."""
-    if tensor.is_contiguous():
+    if _is_plain(tensor):
         return _real(tensor.detach()), None
-    copy = tensor.detach().contiguous()
+    copy = _plain(tensor)
     return _real(copy), lambda: tensor.detach().copy_(copy)
 
 
 def _for_output(tensor: Tensor) -> tuple[Tensor, Finish | None]:
     """Contiguous memory for a result; what brings it to the tensor."""
-    if tensor.is_contiguous():
+    if _is_plain(tensor):
         return _real(tensor.detach()), None
     copy = torch.empty(tensor.shape, dtype=tensor.dtype)
     return _real(copy), lambda: tensor.detach().copy_(copy)

@@ -11,6 +11,10 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._autograd import (
+    _record_function_with_args_enter,
+    _record_function_with_args_exit,
+)
 
 from gradsync.backend import _native
 from gradsync.errors import (
@@ -183,14 +187,13 @@ class Record:
     """An operation as the profiler shows it: a span that begins here and ends elsewhere."""
 
     def __init__(self, name: str, tensors: Sequence[Tensor]) -> None:
-        self._handle = torch.autograd._record_function_with_args_enter(name, *tensors)
+        self._handle = _record_function_with_args_enter(name, *tensors)
 
     def end(self) -> None:
         """Close the span. In another thread: so the profiler knows that it is asynchronous."""
         handle, self._handle = self._handle, None
         if handle is not None:
-            end = torch.autograd._record_function_with_args_exit
-            thread = threading.Thread(target=end, args=(handle,))
+            thread = threading.Thread(target=_record_function_with_args_exit, args=(handle,))
             thread.start()
             thread.join()
 

@@ -1,0 +1,92 @@
+"""The engines for what has no way through shared memory: gloo, and for other devices NCCL.
+
+[Note: one group, several devices]
+torch takes a process group that is written in Python as the whole group, and makes no other backend
+of a configuration such as ``cpu:gradsync,cuda:nccl``. But it keeps the configuration, so we look
+there when the first tensor of another device comes, and make the engine then. All ranks come there
+at the same collective, as all ranks have to.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+
+from gradsync.errors import ArgumentError, StateError
+
+CPU = torch.device("cpu")
+
+
+class Engines:
+    """Backends of torch's for one group, each made when it is first needed."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
+        self._made: dict[str, Any] = {}
+        self._closed = False
+
+    def gloo(self) -> Any:
+        """For tensors of the CPU, and wherever gloo was asked for."""
+        return self._made.get("gloo") or self._make("gloo")
+
+    def nccl(self) -> Any:
+        """For CUDA tensors. No test of ours has run it: that takes GPUs."""
+        return self._made.get("nccl") or self._make("nccl")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let operations from now on take no longer than this."""
+        self._timeout = timeout
+        for engine in self._made.values():
+            engine.set_timeout(timeout)
+
+    def abort(self) -> None:
+        """Make what is under way fail."""
+        for engine in self._made.values():
+            engine.abort()
+
+    def shutdown(self) -> None:
+        """End them; no others are made."""
+        self._closed = True
+        for engine in self._made.values():
+            engine.shutdown()
+
+    def _make(self, name: str) -> Any:
+        if self._closed:
+            raise StateError("The process group has been destroyed.")
+        store = PrefixStore(f"{name}/", self._store)
+        if name == "gloo":
+            engine: Any = ProcessGroupGloo(store, self._rank, self._size, self._timeout)
+        else:
+            if not dist.is_nccl_available():
+                raise StateError("CUDA tensors need NCCL, which this build of torch does not have.")
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            engine = dist.ProcessGroupNCCL(store, self._rank, self._size, options)
+        self._made[name] = engine
+        return engine
+
+
+def configured(group: dist.ProcessGroup) -> dict[str, str]:
+    """Which backend was asked for, by type of device. [Note: one group, several devices]."""
+    config = dist.distributed_c10d._world.pg_backend_config.get(group, "")
+    return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
+
+
+def engine_for(group: dist.ProcessGroup, engines: Engines, device: torch.device) -> Any:
+    """The engine that takes tensors of ``device`` in this group."""
+    if device.type == "cpu":
+        return engines.gloo()
+    name = configured(group).get(device.type)
+    if name == "gloo":
+        return engines.gloo()
+    if name == "nccl":
+        return engines.nccl()
+    raise ArgumentError(
+        f"This group has no collectives for tensors on {device}. Ask for a backend for them, as "
+        'in init_process_group("cpu:gradsync,cuda:nccl").'
+    )
