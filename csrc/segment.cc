@@ -7,6 +7,8 @@
 
 #include <cerrno>
 #include <cstring>
+#include <fstream>
+#include <limits>
 #include <utility>
 
 #include "error.h"
@@ -14,6 +16,7 @@
 namespace gradsync {
 namespace {
 
+constexpr std::size_t kUnasked = 4 << 20;  // small enough not to ask whether there is so much
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 std::string reason(const std::string& call) { return call + ": " + std::strerror(errno); }
@@ -30,9 +33,26 @@ struct Descriptor {
   int value;
 };
 
+// What the kernel can give without taking it from others. A file in memory has no limit of its own:
+// asked for more, the kernel kills processes until it has it.
+std::size_t available() {
+  std::ifstream file("/proc/meminfo");
+  std::string name;
+  std::size_t kilobytes;
+  while (file >> name >> kilobytes) {
+    if (name == "MemAvailable:") return kilobytes * 1024;
+    file.ignore(std::numeric_limits<std::streamsize>::max(), '\n');
+  }
+  return std::numeric_limits<std::size_t>::max();
+}
+
 }  // namespace
 
 Segment Segment::create(std::size_t bytes) {
+  if (bytes > kUnasked && bytes > available()) {
+    throw SystemError("a segment of " + std::to_string(bytes) + " bytes is more than the " +
+                      std::to_string(available()) + " bytes of memory that are available");
+  }
   Descriptor file(::memfd_create("gradsync", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (file.value < 0) throw SystemError(reason("memfd_create"));
   if (::fchmod(file.value, S_IRUSR | S_IWUSR) != 0) throw SystemError(reason("fchmod"));
@@ -64,7 +84,7 @@ Segment Segment::open(const Ticket& ticket, std::size_t bytes) {
   if (::fstat(file.value, &facts) != 0) throw SystemError(reason("fstat"));
   const int seals = ::fcntl(file.value, F_GET_SEALS);
   if (!S_ISREG(facts.st_mode) || facts.st_uid != ::geteuid() ||
-      static_cast<std::uint64_t>(facts.st_size) != bytes || (seals & kSeals) != kSeals) {
+      static_cast<std::uint64_t>(facts.st_size) != bytes || seals < 0 || (seals & kSeals) != kSeals) {
     throw InvalidError(path + " is not a segment of ours");
   }
   Segment segment(file.value, bytes);
