@@ -19,7 +19,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup demo test lint format types imports unit slow conformance \
-	conformance-update bench-step clean distclean
+	conformance-update bench-step bench-collectives clean distclean
 
 help: ## Show this list
 	@echo "Usage: make TARGET"
@@ -71,6 +71,9 @@ conformance-update: $(READY) ## The same, then write what passes to expected.jso
 
 bench-step: $(READY) ## Race one training step: torch's DDP, ours, no DDP
 	$(BIN)/python benchmarks/step_race.py $(ARGS)
+
+bench-collectives: $(READY) ## Race the collectives: gloo, ours, OpenMPI if it is there
+	$(BIN)/python benchmarks/collectives.py $(ARGS)
 
 clean: ## Remove caches and build output
 	rm -rf build dist src/*.egg-info .work .pytest_cache .ruff_cache .mypy_cache \

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.ranks_folder is not None:
         return run_rank(arguments)
     openmpi, problem = None, None
-    if OPENMPI in arguments.contenders:
+    if OPENMPI in arguments.contenders and ALL_REDUCE in arguments.collectives:
         openmpi, problem = ranks.find_openmpi()
     board = Scoreboard(arguments, openmpi, problem)
     with board, burning(ranks.cores() if arguments.busy else 0):
@@ -97,7 +97,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--markdown", action="store_true", help="print markdown as well")
     parser.add_argument("--quick", action="store_true", help="see that it runs: few short turns")
     parser.add_argument("--ranks-folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--with-mpi", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
 
     quick = arguments.quick
@@ -113,6 +112,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--busy is a race of its own: run it without --all and --collectives")
     if arguments.all:
         arguments.collectives = known
+    if arguments.busy:
+        arguments.collectives = ()
     if arguments.ranks_folder is None and "TORCHELASTIC_RUN_ID" in os.environ:
         parser.error("it starts its own ranks, of several numbers: run it without torchrun")
     if arguments.json and arguments.json.is_dir():
@@ -151,6 +152,7 @@ def launch_all(arguments: argparse.Namespace, board: Scoreboard) -> int:
     stop = ranks.Stop()
     options = _forwarded(arguments)
     for world in arguments.ranks:
+        board.announce(world)
         code = ranks.run_ranks(
             world, Path(__file__), [*options, f"--ranks={world}"],
             with_mpi=board.openmpi is not None, stop=stop, on_message=board.hear,
@@ -234,6 +236,11 @@ class Scoreboard:
     def __exit__(self, *exc: object) -> None:
         self.progress.stop()
 
+    def announce(self, world: int) -> None:
+        if self.progress.disable:
+            self.console.print(f"starting {world} ranks ...")
+        self.progress.update(self.task, description=f"starting {world} ranks")
+
     def hear(self, message: Case | str) -> None:
         """From rank 0: where it is, or what it has measured."""
         if isinstance(message, Case):
@@ -241,7 +248,8 @@ class Scoreboard:
             self.save()
             if self.progress.disable:
                 size = report.human_size(message.bytes)
-                self.console.print(f"{message.operation}, {message.world} ranks, {size}: done")
+                state = "done" if message.complete else "stopped"
+                self.console.print(f"{message.operation}, {message.world} ranks, {size}: {state}")
         else:
             self.progress.update(self.task, description=message, advance=1)
 

@@ -151,7 +151,10 @@ def _all_reduce_rows(case: Case) -> list[tuple[str, ...]]:
     for name, seconds in complete_rounds(case.seconds).items():
         cells = [human_size(case.bytes), name, human_time(median(seconds))]
         for versus in (GLOO, OPENMPI, BARE):
-            cells += _compared(found.get((name, versus)), is_share=versus == BARE)
+            if name in OURS and versus not in case.seconds:
+                cells += [f"no {versus}", ""]
+            else:
+                cells += _compared(found.get((name, versus)), is_share=versus == BARE)
         rows.append(tuple(cells))
     return rows
 
