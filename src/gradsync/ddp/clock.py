@@ -5,7 +5,7 @@ the size of the model.
 """
 
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -51,23 +51,25 @@ class StepClock:
         self.launched = 0.0  # the first bucket
         self.computed = 0.0  # the last gradient
         self.reduced = 0.0  # the last bucket
-        self.last = StepTimes()
         self.steps = 0
         self.sample_rate = 100  # every so many steps, after the first ten
         self.sample = Sample(0, {}, StepTimes(), StepTimes())
-        self._sums = [0.0] * len(fields(StepTimes))
+        # Forward, backward, communication, exposed: made into StepTimes when asked for.
+        self._last = (0.0, 0.0, 0.0, 0.0)
+        self._sums = (0.0, 0.0, 0.0, 0.0)
         self._earlier_forwards = 0.0  # seconds; a step may have several
 
     now = staticmethod(time.perf_counter)
 
     @property
+    def last(self) -> StepTimes:
+        """Of the last step."""
+        return StepTimes(*self._last)
+
+    @property
     def mean(self) -> StepTimes:
         """Over all steps so far."""
         return StepTimes(*(total / max(self.steps, 1) for total in self._sums))
-
-    @property
-    def _forward(self) -> float:
-        return self.forward_ended - self.forward_began
 
     def begin_forward(self) -> None:
         """A forward begins whose gradients will be reduced."""
@@ -80,7 +82,7 @@ class StepClock:
                 "backward_comm_time_end": self.reduced,
             }
             self.sample = Sample(self.steps, marks, self.last, self.mean)
-        self._earlier_forwards += self._forward
+        self._earlier_forwards += self.forward_ended - self.forward_began
         self.forward_began = self.forward_ended = self.now()
 
     def begin_backward(self) -> None:
@@ -96,13 +98,14 @@ class StepClock:
     def end_step(self) -> None:
         """A step was reduced: add it up."""
         self.launched = launched = self.launched or self.computed
-        self.last = StepTimes(
-            forward=self._earlier_forwards + self._forward,
-            backward=self.computed - self.backward_began,
-            communication=self.reduced - launched,
-            exposed=self.reduced - max(self.computed, launched),
-        )
+        forward = self._earlier_forwards + self.forward_ended - self.forward_began
+        backward = self.computed - self.backward_began
+        communication = self.reduced - launched
+        exposed = self.reduced - (self.computed if self.computed > launched else launched)
+        self._last = (forward, backward, communication, exposed)
+        sums = self._sums
+        self._sums = (
+            sums[0] + forward, sums[1] + backward, sums[2] + communication, sums[3] + exposed,
+        )  # fmt: skip
         self._earlier_forwards, self.forward_ended = 0.0, self.forward_began
         self.steps += 1
-        times = (getattr(self.last, each.name) for each in fields(StepTimes))
-        self._sums = [a + b for a, b in zip(self._sums, times, strict=True)]

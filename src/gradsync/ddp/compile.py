@@ -13,8 +13,6 @@ attribute of it.
 
 import functools
 import pkgutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,15 +48,22 @@ def skip_our_frames() -> None:
     trace_rules.add("gradsync.hooks")  # called by our hooks, in the backward of a compiled step
 
 
-@contextmanager
-def compiled_for(cls: Any, splits: SplitSize) -> Iterator[None]:
+class CompiledFor:
     """Inside, graphs are split: see [Note: split graphs].
 
     Dynamo asks torch's class, or ``cls`` once that has taken the other's place.
     """
-    outer = TorchDDP._active_ddp_module, cls._active_ddp_module
-    TorchDDP._active_ddp_module = cls._active_ddp_module = splits  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        TorchDDP._active_ddp_module, cls._active_ddp_module = outer
+
+    __slots__ = ("_cls", "_outer", "_splits")
+
+    def __init__(self, cls: Any, splits: SplitSize) -> None:
+        self._cls = cls
+        self._splits = splits
+
+    def __enter__(self) -> None:
+        cls = self._cls
+        self._outer = TorchDDP._active_ddp_module, cls._active_ddp_module
+        TorchDDP._active_ddp_module = cls._active_ddp_module = self._splits  # type: ignore[assignment]
+
+    def __exit__(self, *_error: object) -> None:
+        TorchDDP._active_ddp_module, self._cls._active_ddp_module = self._outer

@@ -27,6 +27,10 @@ class Verdicts:
         self, rank: int, step: int, statements: Sequence[Statement], slots: Sequence[Slot]
     ) -> Exception | None:
         """The error to raise at once, if any; ``statements`` are empty in an ordinary step."""
+        if not statements:
+            self._left_out = {}
+            self._judged = True
+            return None
         gone = [r for r, said in enumerate(statements) if said.incidents & Incident.ABANDONED]
         if gone:
             return PeerStepError(messages.abandoned(rank, step, gone))

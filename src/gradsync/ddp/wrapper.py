@@ -26,7 +26,7 @@ from gradsync.ddp import arguments, join, traced
 from gradsync.ddp.autograd import in_backward, in_distributed_autograd
 from gradsync.ddp.buffers import BufferSync
 from gradsync.ddp.collectives import Broadcaster
-from gradsync.ddp.compile import SplitSize, compiled_for, skip_our_frames, split_size
+from gradsync.ddp.compile import CompiledFor, SplitSize, skip_our_frames, split_size
 from gradsync.ddp.delayed import DelayedReduction, all_names, check_delayed
 from gradsync.ddp.features import Features
 from gradsync.ddp.layout import ReducerOptions
@@ -35,6 +35,8 @@ from gradsync.ddp.plan import BucketCaps, bucket_caps
 from gradsync.ddp.reducer import Phase, Reducer
 from gradsync.ddp.verify import failures_told, verify_same_model
 from gradsync.errors import ArgumentError, StateError
+
+_is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 class DistributedDataParallel(Features):
@@ -294,20 +296,25 @@ class DistributedDataParallel(Features):
         >>> ddp(torch.zeros(3, 4)).shape
         torch.Size([3, 2])
         """
-        with record_function("DistributedDataParallel.forward"):
-            if self.reducer.phase in (Phase.BACKWARD, Phase.COMPILED) and in_backward():
-                inputs, kwargs = self._cast_inputs(inputs, kwargs)
-                return self.module(*inputs, **kwargs)  # a checkpoint recomputes us
-            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-            try:
-                output = self._run_ddp_forward(*inputs, **kwargs)
-            except BaseException:
-                if self._asks_for_reduction():
-                    self.reducer.forward_failed()
-                if self._precision is not None:
-                    self._precision.leave_if_done()
-                raise
-            return self._post_forward(output)
+        if _is_profiled():
+            with record_function("DistributedDataParallel.forward"):
+                return self._forward(inputs, kwargs)
+        return self._forward(inputs, kwargs)
+
+    def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.reducer.phase in (Phase.BACKWARD, Phase.COMPILED) and in_backward():
+            inputs, kwargs = self._cast_inputs(inputs, kwargs)
+            return self.module(*inputs, **kwargs)  # a checkpoint recomputes us
+        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+        try:
+            output = self._run_ddp_forward(*inputs, **kwargs)
+        except BaseException:
+            if self._asks_for_reduction():
+                self.reducer.forward_failed()
+            if self._precision is not None:
+                self._precision.leave_if_done()
+            raise
+        return self._post_forward(output)
 
     def _asks_for_reduction(self) -> bool:
         return self.require_backward_grad_sync and torch.is_grad_enabled()
@@ -353,8 +360,8 @@ class DistributedDataParallel(Features):
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, and let Dynamo know meanwhile for which DDP it compiles."""
-        with compiled_for(DistributedDataParallel, self._splits):
-            return self.module(*inputs, **kwargs)
+        with CompiledFor(DistributedDataParallel, self._splits):
+            return self._modules["module"](*inputs, **kwargs)  # type: ignore[misc]
 
     def _post_forward(self, output: Any) -> Any:
         if self._traced is not None:
@@ -362,7 +369,8 @@ class DistributedDataParallel(Features):
         if self.buffer_hook is not None and not self.buffer_hook.before_forward:
             self._sync_buffers()
         if self._asks_for_reduction():
-            self.require_forward_param_sync = True
+            if not self.require_forward_param_sync:
+                self.require_forward_param_sync = True
             self.reducer.prepare(output)
         else:
             self.require_forward_param_sync = False
