@@ -54,15 +54,16 @@ void Messages::wait(const std::shared_ptr<Message>& message, const Interrupted& 
   Spin spin(kSpin);
   while (!message->is_done) {
     const std::uint32_t seen = own.bell.load(std::memory_order_seq_cst);
+    const bool is_spinning = spin.again();
     {
       std::unique_lock<std::mutex> lock(mutex_);
       if (progress()) continue;
       if (message->is_done) break;
       bool overdue = false;
-      if (!spin.again()) check_peers(overdue);
+      if (!is_spinning) check_peers(overdue);
       if (overdue || message->is_done) continue;
     }
-    if (own.bell.load(std::memory_order_seq_cst) != seen || spin.again()) continue;
+    if (own.bell.load(std::memory_order_seq_cst) != seen || is_spinning) continue;
     if (interrupted && interrupted()) throw InterruptedError("A message was interrupted.");
     sleep_on(own.bell, seen, own.bell_sleepers, kPatience);
   }
@@ -83,9 +84,12 @@ void Messages::run() {
   Line& own = members_.line(members_.rank());
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopping_) {
-    const bool idle = receives_.empty() && std::all_of(sends_.begin(), sends_.end(),
-                                                       [](const auto& queue) { return queue.empty(); });
-    if (idle) {
+    const bool is_sending = std::any_of(sends_.begin(), sends_.end(),
+                                        [](const auto& queue) { return !queue.empty(); });
+    const bool is_receiving =  // or what has begun to arrive
+        !receives_.empty() || std::any_of(inlets_.begin(), inlets_.end(),
+                                          [](const Inlet& inlet) { return inlet.message != nullptr; });
+    if (!is_sending && !is_receiving) {
       work_.wait(lock);
       continue;
     }
