@@ -138,7 +138,8 @@ void Members::lost(int peer, const Errand& errand, const std::string& how) const
 }
 
 void Members::give_up(const Errand& errand, const std::vector<int>& missing) const {
-  std::string text = name_of(errand) + ": the deadline has passed. Not arrived: ";
+  std::string text = name_of(errand) + ": the deadline has passed, which is the timeout of the group or "
+                                       "of the call. Not arrived: ";
   std::vector<int> ranks;
   for (std::size_t i = 0; i < missing.size(); ++i) {
     const Line& other = line(missing[i]);
