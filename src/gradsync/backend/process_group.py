@@ -52,8 +52,9 @@ from gradsync.backend.shared_memory import (
     can_reduce,
     is_dense,
     symmetric_empty,
+    together,
 )
-from gradsync.backend.work import Notifier, Record, SharedMemoryWork
+from gradsync.backend.work import All, Notifier, Record, SharedMemoryWork
 from gradsync.errors import StateError
 
 Work = Any  # ours, or gloo's
@@ -87,6 +88,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._size = size
         self._timeout = timeout
         self._closed = False
+        self._group_name = ""
+        self._group_desc = "undefined"
         self.options = SimpleNamespace(_timeout=timeout)  # torch writes more there
         self._monitored_barrier = MonitoredBarrier(store, rank, size)
         self._engines = Engines(store, rank, size, timeout)
@@ -128,6 +131,32 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         """Of the backend."""
         return self.name()
+
+    def _set_group_name(self, name: Any) -> None:
+        self._group_name = name
+        super()._set_group_name(name)
+
+    @property
+    def group_name(self) -> str:
+        """As torch knows the group: what compiled code finds it by."""
+        return self._group_name
+
+    def getGroupName(self) -> str:
+        """The same, for torch's C++."""
+        return self._group_name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._group_desc = description
+        super()._set_group_desc(description)
+
+    @property
+    def group_desc(self) -> str:
+        """What the group is for, in the words of whoever made it."""
+        return self._group_desc
+
+    def getGroupDesc(self) -> str:
+        """The same, for torch's C++."""
+        return self._group_desc
 
     def __repr__(self) -> str:
         return f"SharedMemoryGroup(rank={self._rank}, size={self._size})"
@@ -212,7 +241,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self, tensors: Sequence[Tensor], opts: AllreduceCoalescedOptions | None = None
     ) -> Work:
         opts = opts or AllreduceCoalescedOptions()
-        return _last([self.allreduce([tensor], opts) for tensor in tensors])
+        op = reduce_op(opts)
+        ways = self._memory or self._hierarchy
+        if ways is None or op is None or not all(self._reduces(tensor, op) for tensor in tensors):
+            return self._engine(tensors[0]).allreduce_coalesced(list(tensors), opts)
+        seconds = self._seconds(opts)
+        started = [ways.all_reduce(each, op, seconds, later=opts.asyncOp) for each in tensors]
+        return self._work("all_reduce", together(started), tensors)
 
     def reduce(self, tensors: Sequence[Tensor] | Tensor, opts: ReduceOptions | None = None) -> Work:
         opts = opts or ReduceOptions()
@@ -329,12 +364,17 @@ class SharedMemoryGroup(dist.ProcessGroup):
         input_list: Sequence[Tensor],
         opts: AllgatherOptions | None = None,
     ) -> Work:
-        return _last(
-            [
-                self.allgather([[row[index] for row in output_lists]], [tensor], opts)
-                for index, tensor in enumerate(input_list)
-            ]
-        )
+        opts = opts or AllgatherOptions()
+        if self._memory is None or not all(map(is_dense, input_list)):
+            rows = [list(row) for row in output_lists]
+            return self._engine(input_list[0]).allgather_coalesced(rows, list(input_list), opts)
+        columns = list(zip(*output_lists, strict=True))
+        seconds, started = self._seconds(opts), []
+        for outputs, tensor in zip(columns, input_list, strict=True):
+            check_pieces("output", outputs, tensor, self._size)
+            started.append(self._memory.all_gather(outputs, tensor, seconds, later=opts.asyncOp))
+        flat = [output for outputs in columns for output in outputs]
+        return self._work("all_gather", together(started), flat, input_list)
 
     def gather(
         self,
@@ -454,7 +494,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if self._memory is None or not is_dense(tensor):
             return self._engine(tensor).recv_anysource([tensor], tag)
         started = self._memory.recv(tensor, _native.ANY_SOURCE, tag, self._seconds())
-        return self._work("recv", started, [tensor])
+        return self._work("recvAnySource", started, [tensor])
 
     # ---------------------------------------------------------------- the end
 
@@ -526,36 +566,19 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return own if own > 0 else self._timeout.total_seconds()
 
 
-class _All:
-    """Several operations as one."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
-
-    @property
-    def done(self) -> bool:
-        """Are all of them?"""
-        return all(work.is_completed() for work in self._works)
-
-    def wait(self) -> None:
-        """Wait for all of them."""
-        for work in self._works:
-            work.wait()
-
-
 def _cut(flat: Tensor, count: int) -> list[Tensor]:
     """Equal parts; none is missing if they are empty."""
     return list(flat.view(count, -1)) if flat.numel() else [flat] * count
 
 
 def _last(works: Sequence[Work]) -> Work:
-    """One work for several; they are done in order."""
+    """One work for several that are done in order."""
     assert works, "a coalesced collective has at least one tensor"
-    if len(works) == 1 or not isinstance(works[-1], SharedMemoryWork):
-        return works[-1]
     last = works[-1]
+    if len(works) == 1 or not isinstance(last, SharedMemoryWork):
+        return last
     outputs = [tensor for work in works for tensor in work.result()]
-    return SharedMemoryWork(_All(works), outputs, None, None, last._notifier)
+    return SharedMemoryWork(All(works), outputs, None, None, last.notifier)
 
 
 def create(options: Any, _backend_options: object) -> SharedMemoryGroup:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradsync.backend import _native
 from gradsync.backend._native import DType, Kind, ReduceOp
-from gradsync.backend.work import Finish, Handle
+from gradsync.backend.work import All, Finish, Handle
 
 DTYPES = {
     torch.uint8: DType.UINT8,
@@ -33,6 +33,13 @@ class Started:
     handle: Handle
     kept: object  # memory in use until it is done
     finish: Finish | None = None  # what to do then
+
+
+def together(parts: Sequence[Started]) -> Started:
+    """Several operations as one."""
+    finishes = [part.finish for part in parts if part.finish is not None]
+    finish = (lambda: [each() for each in finishes]) if finishes else None
+    return Started(All([part.handle for part in parts]), [part.kept for part in parts], finish)
 
 
 def can_reduce(tensor: Tensor, op: ReduceOp) -> bool:

@@ -55,7 +55,7 @@ class SharedMemoryWork(dist.Work):
         self._outputs = list(outputs)
         self._kept = kept  # memory that is written and read meanwhile
         self._finish = finish
-        self._notifier = notifier
+        self.notifier = notifier
         self._error: Exception | None = None
         self._future: torch.futures.Future[list[Tensor]] | None = None
         self._lock = threading.Lock()
@@ -98,12 +98,17 @@ class SharedMemoryWork(dist.Work):
             time.sleep(min(pause, left))
             pause = min(2 * pause, 1e-3)
 
+    @property
+    def done(self) -> bool:
+        """As of a handle."""
+        return self.is_completed()
+
     def is_completed(self) -> bool:
         """Are the outputs there, or has it failed? Asking lets it go on in the background."""
         if not self.handle.done:
             if not self._is_left_to_background:
                 self._is_left_to_background = True
-                self._notifier.leave_to_background()
+                self.notifier.leave_to_background()
             return False
         with suppress(Exception):
             self.wait()
@@ -140,7 +145,7 @@ class SharedMemoryWork(dist.Work):
             if self.is_completed():
                 self.complete_future()
             else:
-                self._notifier.add(self)
+                self.notifier.add(self)
         return self._future
 
     def complete_future(self) -> None:
@@ -152,6 +157,23 @@ class SharedMemoryWork(dist.Work):
             self._future.set_exception(error)  # type: ignore[arg-type]
         else:
             self._future.set_result(self._outputs)
+
+
+class All:
+    """Several operations as one. They are works, or what works wait for."""
+
+    def __init__(self, parts: Sequence[Handle]) -> None:
+        self._parts = parts
+
+    @property
+    def done(self) -> bool:
+        """Are all of them?"""
+        return all(part.done for part in self._parts)
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for part in self._parts:
+            part.wait()
 
 
 class Notifier:
