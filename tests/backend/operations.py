@@ -1,0 +1,136 @@
+"""Every operation of a group, in the sizes that take different ways through shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Call = Callable[[bool], Any]  # with async_op; gives the work
+
+SMALL = 1_000  # float32: all in one exchange
+LARGE = 300_000  # several rounds
+
+
+def _all_reduce(count: int) -> Callable[[int, int], Call]:
+    def make(rank: int, world: int) -> Call:
+        tensor = torch.ones(count)
+        return lambda later: dist.all_reduce(tensor, async_op=later)
+
+    return make
+
+
+def _symmetric(count: int) -> Callable[[int, int], Call]:
+    def make(rank: int, world: int) -> Call:
+        tensor = dist.group.WORLD.symmetric_empty(count, torch.float32)
+        tensor.fill_(1.0)
+        dist.all_reduce(tensor)  # from now on all ranks have it mapped
+        return lambda later: dist.all_reduce(tensor, async_op=later)
+
+    return make
+
+
+def _first_symmetric(count: int) -> Callable[[int, int], Call]:
+    def make(rank: int, world: int) -> Call:
+        tensor = dist.group.WORLD.symmetric_empty(count, torch.float32)
+        tensor.fill_(1.0)
+        return lambda later: dist.all_reduce(tensor, async_op=later)
+
+    return make
+
+
+def _reduce(count: int) -> Callable[[int, int], Call]:
+    def make(rank: int, world: int) -> Call:
+        tensor = torch.ones(count)
+        return lambda later: dist.reduce(tensor, 0, async_op=later)
+
+    return make
+
+
+def _broadcast(count: int) -> Callable[[int, int], Call]:
+    def make(rank: int, world: int) -> Call:
+        tensor = torch.ones(count)
+        return lambda later: dist.broadcast(tensor, 1, async_op=later)
+
+    return make
+
+
+def _all_gather(count: int) -> Callable[[int, int], Call]:
+    def make(rank: int, world: int) -> Call:
+        outputs = [torch.empty(count) for _ in range(world)]
+        return lambda later: dist.all_gather(outputs, torch.ones(count), async_op=later)
+
+    return make
+
+
+def _reduce_scatter(count: int) -> Callable[[int, int], Call]:
+    def make(rank: int, world: int) -> Call:
+        output, pieces = torch.empty(count), torch.ones(count * world)
+        return lambda later: dist.reduce_scatter_tensor(output, pieces, async_op=later)
+
+    return make
+
+
+def _all_to_all(count: int) -> Callable[[int, int], Call]:
+    def make(rank: int, world: int) -> Call:
+        output, pieces = torch.empty(count * world), torch.ones(count * world)
+        return lambda later: dist.all_to_all_single(output, pieces, async_op=later)
+
+    return make
+
+
+def _gather(count: int) -> Callable[[int, int], Call]:
+    def make(rank: int, world: int) -> Call:
+        outputs = [torch.empty(count) for _ in range(world)] if rank == 0 else None
+        return lambda later: dist.gather(torch.ones(count), outputs, 0, async_op=later)
+
+    return make
+
+
+def _scatter(count: int) -> Callable[[int, int], Call]:
+    def make(rank: int, world: int) -> Call:
+        output = torch.empty(count)
+        pieces = [torch.ones(count) for _ in range(world)] if rank == 1 else None
+        return lambda later: dist.scatter(output, pieces, 1, async_op=later)
+
+    return make
+
+
+def _barrier(rank: int, world: int) -> Call:
+    return lambda later: dist.barrier(async_op=later)
+
+
+OPERATIONS: dict[str, Callable[[int, int], Call]] = {
+    "all_reduce, small": _all_reduce(SMALL),
+    "all_reduce, large": _all_reduce(LARGE),
+    "all_reduce, symmetric": _symmetric(LARGE),
+    "all_reduce, first symmetric": _first_symmetric(LARGE),
+    "reduce, small": _reduce(SMALL),
+    "reduce, large": _reduce(LARGE),
+    "broadcast, small": _broadcast(SMALL),
+    "broadcast, large": _broadcast(LARGE),
+    "all_gather, small": _all_gather(SMALL),
+    "all_gather, large": _all_gather(LARGE),
+    "reduce_scatter, small": _reduce_scatter(SMALL),
+    "reduce_scatter, large": _reduce_scatter(LARGE),
+    "all_to_all, small": _all_to_all(SMALL),
+    "all_to_all, large": _all_to_all(LARGE),
+    "gather, small": _gather(SMALL),
+    "gather, large": _gather(LARGE),
+    "scatter, small": _scatter(SMALL),
+    "scatter, large": _scatter(LARGE),
+    "barrier, small": _barrier,
+}
+
+
+def perform(call: Call, mode: str) -> None:
+    """Do it and wait, in one of the ways to wait."""
+    if mode in ("sync", "late"):
+        call(False)
+    elif mode == "wait":
+        call(True).wait()
+    else:
+        assert mode == "future", mode
+        call(True).get_future().wait()

@@ -1,0 +1,243 @@
+"""Ranks that stop, abort, leave or are interrupted while others wait for them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from forked import Nursery
+from operations import OPERATIONS, Call, perform
+
+from gradsync import AbortedError, DeadlineError, FaultError, PeerLostError
+from gradsync.backend import _native
+
+SOON = 1.0
+DEADLINE = 1.0
+
+
+def twice(call: Call) -> None:
+    """The first time may succeed, if the one that failed has done its part."""
+    perform(call, "sync")
+    perform(call, "sync")
+
+
+def receive(later: bool) -> Any:
+    return dist.irecv(torch.ones(1), 1) if later else dist.recv(torch.ones(1), 1)
+
+
+# ---------------------------------------------------------------- stopped
+
+
+def meet_deadline(rank: int, world: int, operation: str, phase: str, modes: list[str]) -> Any:
+    call = OPERATIONS[operation](rank, world)
+    dist.barrier()
+    if rank == 1:
+        _native.signal_at(getattr(_native.Phase, phase), 1, signal.SIGSTOP)
+        perform(call, "sync")
+        time.sleep(60)
+    began = time.monotonic()
+    try:
+        perform(call, modes[rank])
+        dist.barrier()
+    except DeadlineError as error:
+        elapsed = time.monotonic() - began
+        with pytest.raises(DeadlineError):  # at once
+            dist.barrier()
+        return error, elapsed, time.monotonic() - began
+    return None
+
+
+@pytest.mark.parametrize(
+    ("operation", "phase", "mode"),
+    [
+        ("all_reduce, small", "POST", "sync"),
+        ("all_reduce, large", "POSTED", "wait"),
+        ("all_reduce, large", "TICKED", "future"),
+        ("all_reduce, symmetric", "ARRIVED", "sync"),
+        ("broadcast, large", "TICKED", "wait"),
+        ("barrier, small", "FINISHED", "sync"),
+    ],
+)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_that_is_stopped_is_named_at_the_deadline(
+    nursery: Nursery, operation: str, phase: str, mode: str, ranks: int
+) -> None:
+    modes = [mode, "", "sync"][:ranks]
+    options = {"group_timeout": DEADLINE, "expendable": [1]}
+    with nursery.start(meet_deadline, ranks, args=(operation, phase, modes), **options) as run:
+        endings = run.endings()
+    for ending in endings:
+        if ending.rank == 1:
+            continue
+        error, elapsed, in_all = ending.unwrap()
+        assert DEADLINE <= elapsed < DEADLINE + SOON
+        assert in_all - elapsed < SOON / 2
+        assert error.ranks == (1,)
+        assert "the deadline has passed" in str(error)
+        assert f"rank 1 (pid {run.pids[1]} on {socket.gethostname()})" in str(error)
+
+
+def test_a_rank_that_goes_on_after_the_deadline_learns_what_it_missed(nursery: Nursery) -> None:
+    def run(rank: int, world: int) -> Any:
+        call = OPERATIONS["all_reduce, large"](rank, world)
+        stopped = dist.group.WORLD.members[1].pid
+        dist.barrier()
+        if rank == 1:
+            _native.signal_at(_native.Phase.POST, 1, signal.SIGSTOP)
+            with pytest.raises(FaultError, match=r"rank 0 .* gave up: .* deadline has passed"):
+                perform(call, "sync")
+            return time.monotonic()
+        with pytest.raises(DeadlineError):
+            perform(call, "sync")
+        os.kill(stopped, signal.SIGCONT)
+        return time.monotonic()
+
+    first, second = [ending.unwrap() for ending in nursery.run(run, group_timeout=DEADLINE)]
+    assert second - first < SOON
+
+
+def test_a_message_that_does_not_come_is_missed_at_the_deadline(nursery: Nursery) -> None:
+    def run(rank: int, world: int) -> Any:
+        dist.barrier()
+        began = time.monotonic()
+        if rank == 0:
+            with pytest.raises(DeadlineError, match=r"recv.*deadline.*rank 1") as caught:
+                dist.recv(torch.ones(1), 1)
+            assert caught.value.ranks == (1,)
+            assert DEADLINE <= time.monotonic() - began < DEADLINE + SOON
+        else:
+            time.sleep(DEADLINE + 0.5)
+
+    for ending in nursery.run(run, group_timeout=DEADLINE):
+        ending.unwrap()
+
+
+# ---------------------------------------------------------------- aborted, destroyed
+
+
+def end_by(how: str) -> None:
+    if how == "abort":
+        dist.group.WORLD.abort()
+    elif how == "torch's abort":
+        dist.distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", ["abort", "torch's abort", "destroy"])
+@pytest.mark.parametrize("operation", ["all_reduce, small", "all_reduce, large", "barrier, small"])
+def test_a_group_ended_with_work_in_flight_fails_it_here_and_there(
+    nursery: Nursery, how: str, operation: str
+) -> None:
+    def run(rank: int, world: int) -> Any:
+        call = OPERATIONS[operation](rank, world)
+        dist.barrier()
+        if rank == 0:
+            work = call(True)
+            time.sleep(0.1)
+            began = time.monotonic()
+            end_by(how)
+            assert time.monotonic() - began < SOON
+            with pytest.raises(AbortedError):
+                work.wait()
+            assert time.monotonic() - began < SOON
+            return began
+        time.sleep(0.3)
+        with pytest.raises(AbortedError, match=r"rank 0 \(pid .*aborted the group"):
+            twice(call)
+        return time.monotonic()
+
+    for ending in nursery.run(run):
+        ending.unwrap()
+
+
+@pytest.mark.parametrize("how", ["abort", "torch's abort", "destroy"])
+@pytest.mark.parametrize("mode", ["sync", "wait", "recv"])
+def test_a_waiting_thread_is_woken_when_another_one_ends_the_group(
+    nursery: Nursery, how: str, mode: str
+) -> None:
+    def run(rank: int, world: int) -> Any:
+        call = OPERATIONS["all_reduce, large"](rank, world)
+        dist.barrier()
+        if rank == 1:
+            time.sleep(0.6)
+            with pytest.raises(FaultError, match=r"rank 0 .*(aborted|has left) the group"):
+                perform(call, "sync")
+            return
+        moment: list[float] = []
+        timer = threading.Timer(0.2, lambda: (moment.append(time.monotonic()), end_by(how)))
+        timer.start()
+        if mode == "recv":
+            call = receive
+        with pytest.raises(AbortedError):
+            perform(call, "wait" if mode == "wait" else "sync")
+        assert time.monotonic() - moment[0] < SOON / 2
+        timer.join()
+
+    for ending in nursery.run(run):
+        ending.unwrap()
+
+
+def test_a_rank_that_leaves_properly_is_lost_to_those_who_need_it(nursery: Nursery) -> None:
+    def run(rank: int, world: int) -> Any:
+        dist.barrier()
+        if rank == 0:
+            dist.destroy_process_group()
+            return
+        with pytest.raises(PeerLostError, match=r"rank 0 .* has left the group") as caught:
+            dist.all_reduce(torch.ones(1))
+        assert caught.value.rank == 0
+
+    for ending in nursery.run(run):
+        ending.unwrap()
+
+
+def test_ranks_that_leave_one_after_the_other_lose_nothing(nursery: Nursery) -> None:
+    def run(rank: int, world: int) -> Any:
+        tensor = torch.ones(200_000)
+        for _ in range(10):
+            dist.all_reduce(tensor)
+        dist.destroy_process_group()
+        return tensor[0].item()
+
+    for _ in range(5):
+        assert [e.unwrap() for e in nursery.run(run, 3)] == [3.0**10] * 3
+
+
+# ---------------------------------------------------------------- interrupted
+
+
+@pytest.mark.parametrize("mode", ["sync", "wait", "recv"])
+def test_an_interrupt_ends_the_wait_and_the_others_learn_of_it(nursery: Nursery, mode: str) -> None:
+    def run(rank: int, world: int) -> Any:
+        call = OPERATIONS["all_reduce, large"](rank, world)
+        first = dist.group.WORLD.members[0].pid
+        dist.barrier()
+        if rank == 0:
+            try:
+                perform(receive if mode == "recv" else call, "wait" if mode == "wait" else "sync")
+            except KeyboardInterrupt:
+                learned = time.monotonic()
+                if mode != "sync":  # the work goes on: it is the end of the process that tells
+                    os._exit(1)
+                time.sleep(1.0)
+                return learned
+            return None
+        time.sleep(0.3)
+        os.kill(first, signal.SIGINT)
+        sent = time.monotonic()
+        time.sleep(0.3)
+        with pytest.raises(FaultError, match=r"rank 0 \(pid .*(interrupted|has ended)"):
+            twice(call)
+        return sent
+
+    first, second = nursery.run(run)
+    sent = second.unwrap()
+    assert first.reported is None or first.unwrap() - sent < SOON / 2
