@@ -1,0 +1,1 @@
+"""Measure data-parallel training, and compare two runs honestly: ``gradsync bench``, ``diff``."""
