@@ -1,0 +1,100 @@
+"""Messages between two ranks: tags, sizes, any source, batches."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+from oracle import assert_equal, values
+from ranks import raised, run, still_works
+
+from gradsync import CollectiveMismatchError
+from gradsync.testing import WorkerPool
+
+
+class TestMessages:
+    def test_both_ways_at_once_with_messages_much_larger_than_the_ring(
+        self, pool: WorkerPool
+    ) -> None:
+        def body(rank: int, world: int) -> None:
+            sizes = (0, 1, 5000, 1_000_003)
+            works, received = [], []
+            for other in range(world):
+                for tag, size in enumerate(sizes):
+                    if other != rank:
+                        works.append(dist.isend(values(rank, size, seed=tag), other, tag=tag))
+            for other in range(world):
+                for tag, size in enumerate(sizes):
+                    if other != rank:
+                        received.append((other, tag, torch.zeros(size)))
+                        works.append(dist.irecv(received[-1][2], other, tag=tag))
+            for work in works:
+                work.wait()
+            for other, tag, tensor in received:
+                assert_equal(tensor, values(other, tensor.numel(), seed=tag), (other, tag))
+
+        run(pool, body, 3)
+
+    def test_tags_choose_whatever_the_order_of_arrival(self, pool: WorkerPool) -> None:
+        def body(rank: int, world: int) -> None:
+            tags = (5, 3, 9, 0)
+            if rank == 0:
+                for tag in tags:
+                    dist.send(torch.full((30_000,), float(tag)), 1, tag=tag)
+                    dist.send(torch.full((30_000,), tag + 0.5), 1, tag=tag)
+            else:
+                for tag in reversed(tags):
+                    for expected in (tag, tag + 0.5):  # of one tag, in the order of sending
+                        tensor = torch.zeros(30_000)
+                        assert dist.recv(tensor, 0, tag=tag) == 0
+                        assert torch.equal(tensor, torch.full((30_000,), float(expected)))
+
+        run(pool, body)
+
+    def test_from_any_source(self, pool: WorkerPool) -> None:
+        def body(rank: int, world: int) -> None:
+            if rank != 0:
+                time.sleep(0.02 * (world - rank))
+                dist.send(torch.full((10,), float(rank)), 0, tag=2)
+                return
+            seen = set()
+            for _ in range(world - 1):
+                tensor = torch.zeros(10)
+                source = dist.recv(tensor, tag=2)
+                assert torch.equal(tensor, torch.full((10,), float(source)))
+                seen.add(source)
+            assert seen == set(range(1, world))
+
+        run(pool, body, 4)
+
+    def test_batches(self, pool: WorkerPool) -> None:
+        def body(rank: int, world: int) -> None:
+            received = [torch.zeros(40_000) for _ in range(world)]
+            operations = []
+            for other in range(world):
+                if other != rank:
+                    operations += [
+                        dist.P2POp(dist.irecv, received[other], other),
+                        dist.P2POp(dist.isend, torch.full((40_000,), float(rank)), other),
+                    ]
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+            for other, tensor in enumerate(received):
+                assert torch.equal(tensor, torch.full((40_000,), float(other * (other != rank))))
+
+        run(pool, body, 3)
+
+    def test_a_message_of_another_size_is_an_error_of_the_receiver(self, pool: WorkerPool) -> None:
+        def body(rank: int, world: int) -> str:
+            text = ""
+            if rank == 0:
+                dist.send(torch.ones(3), 1)
+            else:
+                text = raised(lambda: dist.recv(torch.ones(4), 0), CollectiveMismatchError)
+            still_works(rank, world)
+            return text
+
+        text = run(pool, body)[1]
+        assert "16 bytes" in text
+        assert "12" in text

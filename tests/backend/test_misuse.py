@@ -1,0 +1,149 @@
+"""What cannot work: ranks that disagree, wrong arguments, ranks that do not come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import raised, run, still_works
+
+from gradsync import CollectiveMismatchError, DeadlineError, GradsyncError
+from gradsync.testing import WorkerPool
+
+Op = dist.ReduceOp
+
+
+class TestMismatches:
+    @pytest.mark.parametrize(
+        ("calls", "words"),
+        [
+            (
+                (lambda t: dist.all_reduce(t), lambda t: dist.broadcast(t, 0)),
+                ("all_reduce(sum, 4 x float32)", "broadcast(root 0, 4 x float32)"),
+            ),
+            (
+                (lambda t: dist.all_reduce(t), lambda t: dist.all_reduce(t, Op.MAX)),
+                ("all_reduce(sum, 4 x float32)", "all_reduce(max, 4 x float32)"),
+            ),
+            (
+                (lambda t: dist.all_reduce(t), lambda t: dist.all_reduce(t[:3])),
+                ("4 x float32", "3 x float32"),
+            ),
+            (
+                (lambda t: dist.all_reduce(t), lambda t: dist.all_reduce(t.double())),
+                ("4 x float32", "4 x float64"),
+            ),
+            (
+                (lambda t: dist.broadcast(t, 0), lambda t: dist.broadcast(t, 1)),
+                ("broadcast(root 0", "broadcast(root 1"),
+            ),
+            (
+                (lambda t: dist.all_reduce(t), lambda t: dist.barrier()),
+                ("all_reduce(sum, 4 x float32)", "barrier"),
+            ),
+            (
+                (lambda t: dist.all_reduce(t), lambda t: dist.all_reduce(torch.ones(10**6))),
+                ("4 x float32", "1000000 x float32"),
+            ),
+        ],
+        ids=["kind", "op", "size", "dtype", "root", "barrier", "small and large"],
+    )
+    def test_show_both_sides_on_all_ranks_and_leave_the_group_usable(
+        self, pool: WorkerPool, calls: tuple[Callable, Callable], words: tuple[str, str]
+    ) -> None:
+        def body(rank: int, world: int) -> str:
+            text = raised(lambda: calls[rank == 1](torch.ones(4)), CollectiveMismatchError)
+            still_works(rank, world)
+            return text
+
+        for text in run(pool, body, 3):
+            for expected in (*words, "rank 0", "rank 1", "rank 2"):
+                assert expected in text
+
+    def test_splits_of_all_to_all_that_do_not_meet(self, pool: WorkerPool) -> None:
+        def body(rank: int, world: int) -> str:
+            def call() -> None:
+                output = torch.empty(4 + rank)
+                splits = [2, 2 + rank]
+                dist.all_to_all_single(output, torch.ones(4), splits, [2, 2])
+
+            text = raised(call, CollectiveMismatchError)
+            still_works(rank, world)
+            return text
+
+        for text in run(pool, body):
+            assert "sends 8 bytes" in text
+            assert "expects 12" in text
+
+
+class TestArguments:
+    def test_what_cannot_be_meant_is_said_before_anything_is_sent(self, pool: WorkerPool) -> None:
+        def body(rank: int, world: int) -> None:
+            group = dist.group.WORLD
+            one, two = torch.ones(4), torch.ones(8)
+            options = dist.BroadcastOptions()
+            options.rootRank = 7
+            calls = {
+                "group rank 7": lambda: group.broadcast([one], options),
+                "for each of the 2 ranks": lambda: group.allgather([[one]], [one]),
+                "number 1 has 8": lambda: group.allgather([[one, two]], [one]),
+                "number 0 has 4 of torch.float64": lambda: group.allgather(
+                    [[one.double(), one.double()]], [one]
+                ),
+                "2 times the 4 elements": lambda: dist.all_gather_into_tensor(one, one),
+                "its dtype, torch.float32": lambda: group._allgather_base(two.double(), one),
+                "Exactly one tensor": lambda: group.allreduce([one, one]),
+                "does not divide equally": lambda: dist.all_to_all_single(one[:3], one[:3]),
+                "Split sizes doesn't match": lambda: dist.all_to_all_single(
+                    one, one, [1, 1], [2, 2]
+                ),
+                "one for each rank": lambda: group.alltoall([one], [one, one]),
+                "of one dtype": lambda: group.alltoall([one, one], [one, one.double()]),
+                "receiver, group rank 5": lambda: group.send([one], 5, 0),
+                "sender, group rank -3": lambda: group.recv([one], -3, 0),
+            }
+            for words, call in calls.items():
+                assert words in raised(call, GradsyncError), words
+            still_works(rank, world)
+
+        run(pool, body)
+
+    def test_a_destroyed_group_says_so(self, pool: WorkerPool) -> None:
+        def body(rank: int, world: int) -> None:
+            group = dist.new_group()
+            dist.destroy_process_group(group)
+            with_error = raised(lambda: group.allreduce([torch.ones(3)]).wait(), GradsyncError)
+            assert "closed" in with_error
+            still_works(rank, world)
+
+        run(pool, body)
+
+
+class TestMonitoredBarrier:
+    def test_passes_when_all_come_and_names_who_does_not(self, pool: WorkerPool) -> None:
+        def body(rank: int, world: int) -> list[str]:
+            group = dist.group.WORLD
+            texts = []
+            for _ in range(3):
+                group.monitored_barrier()
+            short = timedelta(seconds=0.3)
+            for wait_all_ranks in (False, True):
+                if rank == 0:
+                    call = lambda: group.monitored_barrier(short, wait_all_ranks)  # noqa: B023, E731
+                    texts.append(raised(call, DeadlineError))
+                dist.barrier()  # they come too late
+                if rank:
+                    texts.append(raised(lambda: group.monitored_barrier(short), DeadlineError))
+            group.monitored_barrier()
+            still_works(rank, world)
+            return texts
+
+        texts = run(pool, body, 3)
+        assert "Rank 1 failed to pass monitoredBarrier in 300 ms" in texts[0][0]
+        assert "Ranks 1, 2 failed to pass monitoredBarrier in 300 ms" in texts[0][1]
+        for text in (*texts[1], *texts[2]):
+            assert "successfully reached monitoredBarrier" in text
+            assert "failed to pass" in text
