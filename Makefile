@@ -19,7 +19,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup demo test lint format types imports unit slow conformance \
-	conformance-update bench-step bench-collectives clean distclean
+	conformance-backend conformance-update bench-step bench-collectives clean distclean
 
 help: ## Show this list
 	@echo "Usage: make TARGET"
@@ -38,7 +38,7 @@ $(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 demo: $(READY) ## Train on handwritten digits with two processes and check the result
 	@$(BIN)/torchrun --standalone --nproc-per-node 2 examples/digits.py
 
-test: lint types imports unit conformance ## Everything that has to pass before a change lands
+test: lint types imports unit conformance conformance-backend ## Everything that has to pass before a change lands
 	@echo "make test: all passed"
 
 lint: $(READY) ## Style: ruff check and ruff format --check
@@ -65,6 +65,10 @@ slow: $(READY) ## Our slow tests
 conformance: $(READY) ## PyTorch's own DDP tests on our class (DDP=module:Class for another)
 	@rm -rf .work/conformance
 	$(BIN)/python tests/conformance/check.py --ddp $(DDP) --jobs $(JOBS) --logs .work/conformance $(ARGS)
+
+conformance-backend: $(READY) ## PyTorch's own tests of collectives, on our backend in gloo's place
+	@rm -rf .work/conformance-backend
+	$(BIN)/python tests/conformance/check_backend.py --jobs $(JOBS) --logs .work/conformance-backend $(ARGS)
 
 conformance-update: $(READY) ## The same, then write what passes to expected.json
 	$(BIN)/python tests/conformance/check.py --ddp $(DDP) --jobs $(JOBS) --update

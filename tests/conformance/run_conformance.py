@@ -133,6 +133,8 @@ def environment(options, suite, world_size):
         env["DDP_CONFORM_CPU_SHIM"] = "compile" if suite in COMPILES else "eager"
     if options.run_disabled:
         env["DDP_CONFORM_DISABLED"] = "1"
+    if options.backend:
+        env["DDP_CONFORM_BACKEND"] = options.backend
     return env
 
 
@@ -228,7 +230,7 @@ def list_tests(options, suite):
         return [], None
     tests = []
     for test in server.tests:
-        if not (test["ddp"] or options.all):
+        if test["ddp"] if options.backend else not (test["ddp"] or options.all):
             continue
         test["suite"] = suite
         test["id"] = f"{suite}::{test['case']}.{test['test']}"
@@ -367,6 +369,11 @@ def parse(arguments=None):
     parser.add_argument("--cpu-shim", action="store_true", help="run GPU tests on the CPU")
     parser.add_argument(
         "--run-disabled", action="store_true", help="run tests PyTorch has switched off"
+    )
+    parser.add_argument(
+        "--backend",
+        choices=("gloo", "gradsync"),
+        help="the tests of collectives and groups, not of DDP: on torch's gloo, or on ours for it",
     )
     parser.add_argument("--all", action="store_true", help="also tests that name no DDP")
     parser.add_argument("--list", action="store_true", help="print the tests and stop")

@@ -136,3 +136,10 @@ def wait_until(condition, seconds):
     while not condition():
         assert time.monotonic() < deadline, f"did not happen within {seconds} s"
         time.sleep(0.05)
+
+
+def test_the_list_for_our_backend_gives_a_reason_for_every_test_that_does_not_pass():
+    expected = json.loads((check.HERE / "expected_backend.json").read_text())
+    assert len(expected["must_pass"]) > 100
+    assert all(reason for reason in expected["exceptions"].values())
+    assert not set(expected["must_pass"]) & expected["exceptions"].keys()

@@ -10,6 +10,8 @@ DDP_CONFORM_TRACE       a file to which each construction of the candidate (or
 DDP_CONFORM_CPU_SHIM    ``eager`` or ``compile``: let tests that ask for GPUs run
                         on the CPU
 DDP_CONFORM_DISABLED    ``1``: also run tests that PyTorch has switched off
+DDP_CONFORM_BACKEND     ``gradsync``: leave DDP alone, and serve gloo with gradsync's
+                        group, whose constructions are the traced ones; ``gloo``: as it is
 """
 
 import functools
@@ -64,6 +66,24 @@ def _replace_ddp(torch):
         _count_constructions(candidate, "candidate")
 
 
+def _replace_gloo(torch):
+    if os.environ.get("DDP_CONFORM_CPU_SHIM"):
+        import ddp_conform_cpu_shim as shim
+
+        shim.install(None)
+        _after_import("torch.testing._internal.common_distributed", shim.open_gates)
+    if os.environ["DDP_CONFORM_BACKEND"] != "gradsync":
+        return
+    import gradsync
+    from gradsync.backend.process_group import GlooGroup
+
+    original = torch.nn.parallel.distributed.DistributedDataParallel
+    gradsync.patch_torch(backend=True)
+    for module in (torch.nn.parallel, torch.nn.parallel.distributed):
+        module.DistributedDataParallel = original
+    _count_constructions(GlooGroup, "candidate")
+
+
 class _AfterImport:
     """A meta-path finder that calls ``then`` right after ``name`` has run."""
 
@@ -93,9 +113,10 @@ def _after_import(name, then):
 
 def _ignore_switched_off():
     """Run the tests skipped for a bug or flakiness, but not those for what they need."""
-    switched_off = re.compile(
-        r"github\.com/pytorch/pytorch|flak(y|iness)|failing in NVIDIA", re.I
-    ).search
+    reasons = r"github\.com/pytorch/pytorch|flak(y|iness)|failing in NVIDIA"
+    if os.environ.get("DDP_CONFORM_BACKEND"):
+        reasons += "|Only MPI supports"  # gloo has learned it since
+    switched_off = re.compile(reasons, re.I).search
 
     def unless_switched_off(skip):
         @functools.wraps(skip)
@@ -139,4 +160,4 @@ if os.environ.get("DDP_CONFORM_CANDIDATE"):
     sys.modules["torchvision"] = None
     if os.environ.get("DDP_CONFORM_DISABLED"):
         _ignore_switched_off()
-    _after_import("torch", _replace_ddp)
+    _after_import("torch", _replace_gloo if os.environ.get("DDP_CONFORM_BACKEND") else _replace_ddp)
