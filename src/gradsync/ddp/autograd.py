@@ -187,22 +187,45 @@ def in_compiled_autograd() -> bool:
     return module is not None and module.in_compiled_autograd_region
 
 
-def in_distributed_autograd() -> bool:
-    """Is this thread inside a ``torch.distributed.autograd.context``?"""
+def current_context() -> int | None:
+    """The context of distributed autograd that this thread is in.
+
+    Only a thread that runs a forward is in one: those of the backward are not.
+    """
     if not RPC_AVAILABLE or not _is_current_rpc_agent_set():
-        return False
+        return None
     try:
-        _current_context()
-    except RuntimeError:  # that is how it says no
-        return False
-    return True
+        return int(_current_context()._context_id())
+    except RuntimeError:  # that is how it says that there is none
+        return None
+
+
+def backward_number() -> int:
+    """Tells the backward that runs on this thread from others: under distributed autograd several
+    threads can work on one.
+    """
+    return _graph_task_id()
+
+
+def in_distributed_backward() -> bool:
+    """Is it distributed autograd that runs this backward? Nobody called it from this thread then.
+
+    Neither has the backward of a GPU's thread been called from there: see ``will_fire`` first,
+    which is never so in distributed autograd.
+    """
+    return in_backward() and _depth() == 0
 
 
 def in_nested_backward() -> bool:
     """Is this thread in a backward that runs inside another (as of a reentrant checkpoint)?"""
+    return _depth() > 1
+
+
+def _depth() -> int:
+    """How many calls of backward this thread is in."""
     depth = 0
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         depth += frame.f_code is _engine_run_backward.__code__
         frame = frame.f_back
-    return depth > 1
+    return depth

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from gradsync.ddp.autograd import GradientWatch
 from gradsync.ddp.collectives import Work
+from gradsync.ddp.distributed_autograd import IN_GRAD, Home
 from gradsync.errors import StateError
 
 LARGE_BYTES = 64 * 1024
@@ -75,6 +76,7 @@ class Packing:
     scale: float = 1.0  # what they are multiplied with
     dtype: torch.dtype | None = None  # what they are reduced in, if not their own
     as_views: bool = False  # let .grad be the place in the bucket
+    home: Home = IN_GRAD  # where the gradients of this step are
     # Memory that the other ranks can map, if the group has such: it is reduced without a copy.
     memory: Callable[[int, torch.dtype], Tensor] | None = None
     fused: bool = False  # the reduction averages: nothing is to be scaled before
@@ -185,16 +187,19 @@ class Bucket:
         self.allocate()
         if self._small:
             self._pack_small()
-        for slot in self._large:
-            if not slot.packed:
-                self.pack_large(slot)
+        large = [slot for slot in self._large if not slot.packed]
+        if large:
+            for slot, gradient in zip(large, self.packing.home.of(large), strict=True):
+                self._pack_large(slot, gradient)
 
     def pack_large(self, slot: Slot) -> None:
         """Bring in one gradient, scaled."""
+        self._pack_large(slot, self.packing.home.of([slot])[0])
+
+    def _pack_large(self, slot: Slot, gradient: Tensor | None) -> None:
         self.allocate()
         slot.packed = True
-        gradient = None if slot.frozen else slot.param.grad
-        if gradient is None:
+        if gradient is None or slot.frozen:
             slot.view.zero_()
             self.missing.append(slot)
             return
@@ -209,12 +214,16 @@ class Bucket:
             torch.mul(gradient, self.packing.scale, out=slot.view)
         else:
             slot.view.copy_(gradient).mul_(self.packing.scale)  # rounded once
-        if self._as_views and gradient is not slot.view:
+        if self._gives_views and gradient is not slot.view:
             slot.param.grad = slot.view
+
+    @property
+    def _gives_views(self) -> bool:
+        return self._as_views and self.packing.home.holds_views
 
     def _pack_small(self) -> None:
         slots, views = self._small, self._small_views
-        gradients = [slot.param.grad for slot in slots]
+        gradients = self.packing.home.of(slots)
         if self._frozen:
             gradients = [
                 None if slot.frozen else gradient
@@ -228,7 +237,7 @@ class Bucket:
             views = [view for _, view, _ in new]
             gradients = [gradient for _, _, gradient in new]
         self._copy(slots, views, gradients)
-        if self._as_views:
+        if self._gives_views:
             for slot, gradient in zip(slots, gradients, strict=True):
                 if gradient is not None:
                     slot.param.grad = slot.view
@@ -258,13 +267,12 @@ class Bucket:
 
     def unpack(self) -> None:
         """Write the reduced values into the gradients that are not views."""
-        if not self._as_views and not self.missing and self.slots:
-            torch._foreach_copy_(self._grads(), self._views)
+        if not self._gives_views and not self.missing and self.slots:
+            torch._foreach_copy_(self.packing.home.of(self.slots), self._views)  # type: ignore[arg-type]
             return
-        if self._as_views and not self._frozen:
+        if self._gives_views and not self._frozen:
             return
-        for slot in self.slots:
-            gradient = slot.param.grad
+        for slot, gradient in zip(self.slots, self.packing.home.of(self.slots), strict=True):
             if gradient is not None and gradient is not slot.view and not slot.frozen:
                 gradient.copy_(slot.view)
 
@@ -289,16 +297,13 @@ class Bucket:
             )
         payload.copy_(result.reshape(payload.shape))
 
-    def _grads(self) -> list[Tensor]:
-        return [slot.param.grad for slot in self.slots]  # type: ignore[misc]
-
     def zero(self) -> None:
         """Contribute nothing."""
         self.payload.zero_()
 
     def give(self, slot: Slot) -> None:
         """Set the reduced value as the gradient of a slot that had none on this rank."""
-        slot.param.grad = slot.view if self._as_views else slot.view.clone()
+        self.packing.home.put(slot, slot.view if self._gives_views else slot.view.clone())
 
     def allocate(self) -> None:
         """Make the buffer, if it is not there. It is made at first use, but better before."""

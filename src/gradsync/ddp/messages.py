@@ -44,6 +44,19 @@ FORWARD_IN_BACKWARD = (
     "module for a second thread."
 )
 
+TWO_BACKWARDS = (
+    "a backward came to this module while another one, under distributed autograd, was still "
+    "running through it. Backwards of one DistributedDataParallel must take turns, in the same "
+    "order on all ranks; wrap a second module for a second thread. A reentrant checkpoint is such "
+    "a backward too, and leaves its gradients outside the context: use use_reentrant=False."
+)
+
+IN_CONTEXT = (
+    "{} and torch.distributed.autograd exclude each other: it works on .grad, and under "
+    "distributed autograd gradients are in a context. Call loss.backward() outside of one, or "
+    "leave it out."
+)
+
 
 def unused_parameters(
     rank: int, step: int, left_out: Mapping[int, Sequence[Slot]]

@@ -9,9 +9,12 @@ fired when the backward ends was not used on this rank. Its buckets launch then,
 every rank alike, and the trailer of the last one tells what was used elsewhere.
 """
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum, auto
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +28,9 @@ from gradsync.ddp.autograd import (
     EndOfBackward,
     GradientWatch,
     accumulates,
+    backward_number,
     in_compiled_autograd,
+    in_distributed_backward,
     in_nested_backward,
     watch_outputs,
 )
@@ -33,6 +38,7 @@ from gradsync.ddp.bucket import Bucket, Slot
 from gradsync.ddp.clock import StepClock
 from gradsync.ddp.collectives import broadcast, wait
 from gradsync.ddp.comm_hook import BuiltinHook, CommHook, GradBucket, Hook, sum_hook
+from gradsync.ddp.distributed_autograd import IN_GRAD, InContext, Placeholders
 from gradsync.ddp.layout import Layout, ReducerOptions
 from gradsync.ddp.report import StepReport
 from gradsync.ddp.rollcall import Incident
@@ -54,6 +60,9 @@ class Phase(Enum):
 
     Under compiled autograd nobody calls us at the end of the backward: see [Note: compiled
     autograd]. Then there is COMPILED in place of BACKWARD, and the last gradient ends the step.
+
+    Under distributed autograd there is DISTRIBUTED in place of BACKWARD: gradients are in a
+    context, and several threads can bring them, one at a time.
     """
 
     IDLE = auto()  # gradients stay local: nothing asked for a reduction
@@ -61,7 +70,11 @@ class Phase(Enum):
     NESTED = auto()  # gradients arrive, buckets launch, and the step's end is not in sight
     BACKWARD = auto()  # gradients arrive, buckets launch
     COMPILED = auto()  # the same, and it is known how many will come
+    DISTRIBUTED = auto()  # the same, in a context of distributed autograd
     FINALIZE = auto()  # all gradients are there
+
+
+BACKWARD_RUNS = (Phase.BACKWARD, Phase.COMPILED, Phase.DISTRIBUTED)
 
 
 class Reducer:
@@ -103,8 +116,12 @@ class Reducer:
         self._arrivals: list[Slot] = []  # in the order of their gradients
         self._awaited = 0  # gradients to come, where that is known
         self._ends_locally = False  # on_backward_end is scheduled
+        self._backward = -1  # its number, under distributed autograd
+        self._lock = threading.Lock()  # for gradients that several threads bring
         # from step to step
         self._outputs_seen = False  # of the last forward that armed us
+        self._context: int | None = None  # of distributed autograd, of that forward
+        self._placeholders: Placeholders | None = None
         self._order: list[int] | None = None  # of the first step's gradients, for the rebuild
         self._used_anywhere: Sequence[bool] | None = None  # what a static graph uses, once known
         self._missed_first_step = False  # of a static graph: this rank had no inputs then
@@ -246,7 +263,7 @@ class Reducer:
 
     def check_ready(self) -> None:
         """Raise if a forward whose gradients will be reduced cannot begin now."""
-        if self.phase in (Phase.BACKWARD, Phase.COMPILED):
+        if self.phase in BACKWARD_RUNS:
             raise self.failed(StateError(messages.FORWARD_IN_BACKWARD))
         if self.phase is Phase.NESTED:
             self.finalize()
@@ -274,11 +291,26 @@ class Reducer:
         """A forward raised. If no other rank's did, the ranks are out of step now."""
         self.report.incidents |= Incident.FORWARD_FAILED
 
-    def prepare(self, outputs: object) -> None:
-        """After a forward whose gradients will be reduced: the next backward is ours."""
-        self._outputs_seen = watch_outputs(outputs, self._on_outputs)
+    def prepare(self, outputs: object, context: int | None = None) -> None:
+        """After a forward whose gradients will be reduced: the next backward is ours.
+
+        ``context`` is that of distributed autograd, if the forward was in one.
+        """
+        self._context = context
+        reached = (
+            self._on_outputs if context is None else partial(self._on_outputs, context=context)
+        )
+        self._outputs_seen = watch_outputs(outputs, reached)
         self.phase = Phase.ARMED
         self.clock.forward_ended = self.clock.now()
+
+    def tie(self, outputs: Any) -> Any:
+        """Outputs of a forward in a context, such that unused parameters get gradients too."""
+        if not self.options.find_unused and not self.static_graph:
+            return outputs
+        if self._placeholders is None:
+            self._placeholders = Placeholders(self.slots)
+        return self._placeholders.tie(outputs)
 
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
         """For torch's pipelines: the backward of ``outputs`` is to be reduced after all.
@@ -326,8 +358,8 @@ class Reducer:
         """What runs for every gradient of every step: keep it short."""
         reducer, backward, arrived = self, Phase.BACKWARD, self._arrivals.append
 
-        def mark_ready(_inputs: object, _outputs: object) -> None:
-            if reducer.phase is not backward and not reducer._begins_with(slot):
+        def mark_ready(_inputs: object, gradients: object) -> None:
+            if reducer.phase is not backward and not reducer._begins_with(slot, gradients):
                 return
             arrived(slot)
             slot.fires = fires = slot.fires + 1
@@ -343,8 +375,10 @@ class Reducer:
 
         return mark_ready
 
-    def _on_outputs(self, node: Node | None) -> None:
+    def _on_outputs(self, node: Node | None, context: int | None = None) -> None:
         """Autograd has come to the outputs of a synchronising forward."""
+        if self._begins_in_context(context):
+            return
         if self.phase is not Phase.IDLE and self.phase is not Phase.ARMED:
             return
         # Without a gradient for us there is nothing to reduce, unless the others have some.
@@ -353,8 +387,45 @@ class Reducer:
         ):
             self._begin()
 
-    def _begins_with(self, slot: Slot) -> bool:
+    def _begins_in_context(self, context: int | None) -> bool:
+        """Is it a backward of distributed autograd that has come to us? Then its step begins."""
+        if self.phase is not Phase.DISTRIBUTED and (
+            context is None
+            or not in_distributed_backward()
+            or any(watch.will_fire() for watch in self._watches)
+        ):
+            return False
+        with self._lock:
+            if self.phase is Phase.DISTRIBUTED:
+                if self._backward != backward_number():
+                    raise self.failed(StateError(messages.TWO_BACKWARDS))
+            elif self.phase is Phase.IDLE or self.phase is Phase.ARMED:
+                assert context is not None
+                self._backward = backward_number()
+                self.queue.packing.home = InContext(context)
+                self._begin(Phase.DISTRIBUTED)
+        return True
+
+    def _arrive(self, slot: Slot, gradients: object) -> None:
+        """A gradient came in a context."""
+        with self._lock:
+            if self._placeholders is not None and self._placeholders.is_one(slot, gradients):
+                return
+            self._arrivals.append(slot)
+            slot.fires += 1
+            if slot.fires != slot.due:
+                self._fired_otherwise(slot)
+                return
+            slot.bucket.pending -= 1
+            if not slot.bucket.pending:
+                self._launch_full()
+
+    def _begins_with(self, slot: Slot, gradients: object) -> bool:
         """A gradient came outside a reduction: does it begin one?"""
+        armed_by = self._context if self.phase is Phase.ARMED else None
+        if self._begins_in_context(armed_by):
+            self._arrive(slot, gradients)
+            return False
         if self.phase is Phase.ARMED and in_nested_backward():
             self.phase = Phase.NESTED
             self.queue.step += 1
@@ -371,10 +442,10 @@ class Reducer:
             self._await_end()
         return self.phase is not Phase.COMPILED or not self._ends_with(slot)
 
-    def _begin(self) -> None:
+    def _begin(self, phase: Phase = Phase.BACKWARD) -> None:
         self.queue.step += 1
         self.clock.begin_backward()
-        self._await_end()
+        self._await_end(phase)
 
     def _end_locally(self) -> None:
         """A backward that is not reduced has ended."""
@@ -382,8 +453,8 @@ class Reducer:
         if self.on_backward_end is not None:
             self.on_backward_end()
 
-    def _await_end(self) -> None:
-        self.phase = Phase.BACKWARD
+    def _await_end(self, phase: Phase = Phase.BACKWARD) -> None:
+        self.phase = phase
         EndOfBackward.schedule(self.finalize, self._abandon)
         if in_compiled_autograd():
             self.phase = Phase.COMPILED
@@ -521,7 +592,7 @@ class Reducer:
         stale = self.report.unreached.stale
         if stale or any(bucket.missing for bucket in self.buckets):
             used = self.report.used_anywhere(statements, self._used_anywhere)
-            settle_unused(self.buckets, stale, used)
+            settle_unused(self.buckets, stale, used, self.queue.packing.home)
             self.queue.settle_missing()
         self.clock.end_step()
         error = self._verdicts.judge(self.rank, self.step, statements, self.slots)
@@ -529,7 +600,7 @@ class Reducer:
             raise self.failed(error)
 
     def _look_for_unused(self) -> None:
-        self.report.unreached = found = find_unreached(self.slots)
+        self.report.unreached = found = find_unreached(self.slots, self.queue.packing.home)
         if not self.static_graph:
             for slot in found.frozen:
                 slot.due = 0
@@ -570,6 +641,7 @@ class Reducer:
             slot.used_unsynced = False
         self.report.clear()
         self.also_wait_for = []
+        self.queue.packing.home = IN_GRAD
         self.phase = Phase.IDLE
         self._arm()
         self.queue.set_divisor(self.world)
@@ -586,7 +658,7 @@ class Reducer:
     def check_finalized(self) -> None:
         """Raise if the last backward was not reduced."""
         self.raise_deferred()
-        if self.phase in (Phase.BACKWARD, Phase.COMPILED):
+        if self.phase in BACKWARD_RUNS:
             raise self.failed(StateError(messages.NOT_FINALIZED))
 
     def _get_local_used_map(self) -> Tensor:

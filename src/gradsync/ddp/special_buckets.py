@@ -89,8 +89,7 @@ class SoloBucket(Bucket):
         if not slot.packed:
             self.pack_large(slot)
 
-    def pack_large(self, slot: Slot) -> None:
-        gradient = slot.param.grad
+    def _pack_large(self, slot: Slot, gradient: Tensor | None) -> None:
         if (
             gradient is None
             or slot.frozen
@@ -101,7 +100,7 @@ class SoloBucket(Bucket):
             or not is_dense(gradient)
             or GradientWatch.is_shared(slot.param)
         ):
-            super().pack_large(slot)
+            super()._pack_large(slot, gradient)
             return
         self._check_not_lent(slot, gradient)
         self.packing.lent[gradient.untyped_storage().data_ptr()] = slot
@@ -122,7 +121,7 @@ class SoloBucket(Bucket):
     def look(self) -> None:
         """At the end of a backward: could the gradient have been lent?"""
         slot = self.slots[0]
-        gradient = slot.param.grad
+        gradient = self.packing.home.of([slot])[0]
         slot.lendable = (
             gradient is not None
             and gradient.layout is torch.strided
@@ -207,8 +206,8 @@ class SparseBucket(Bucket):
 
     def pack(self) -> None:
         slot = self.slots[0]
-        gradient = None if slot.frozen else slot.param.grad
-        if gradient is None:
+        gradient = self.packing.home.of([slot])[0]
+        if gradient is None or slot.frozen:
             self.zero()
             self.missing.append(slot)
             return
@@ -260,7 +259,7 @@ class SparseBucket(Bucket):
     def give(self, slot: Slot) -> None:
         assert self._gradient is not None, "it is reduced"
         to_full_precision(slot.param)
-        slot.param.grad = self._gradient.to(slot.param.dtype)
+        self.packing.home.put(slot, self._gradient.to(slot.param.dtype))
 
     def _sparse(self, rows: Tensor, values: Tensor) -> Tensor:
         return torch.sparse_coo_tensor(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from gradsync.ddp.bucket import Bucket, Slot
+from gradsync.ddp.distributed_autograd import Home
 
 
 @dataclass
@@ -22,10 +23,10 @@ class Unreached:
     stale: list[tuple[Slot, Tensor]] = field(default_factory=list)  # with the .grad they had
 
 
-def find_unreached(slots: Sequence[Slot]) -> Unreached:
+def find_unreached(slots: Sequence[Slot], home: Home) -> Unreached:
     """Sort out the slots whose gradients are not all there at the end of a backward."""
     found = Unreached()
-    for slot in slots:
+    for slot, gradient in zip(slots, home.of(slots), strict=True):
         if slot.fires >= slot.due > 0:
             continue
         if not slot.param.requires_grad:
@@ -33,7 +34,6 @@ def find_unreached(slots: Sequence[Slot]) -> Unreached:
             continue
         if slot.fires < slot.due and not slot.used_unsynced:
             found.unused.append(slot)
-        gradient = slot.param.grad
         if gradient is not None and not slot.fires and not slot.used_unsynced:
             found.stale.append((slot, gradient.detach().clone()))
     return found
@@ -52,12 +52,14 @@ def settle_unused(
     buckets: Sequence[Bucket],
     stale: Sequence[tuple[Slot, Tensor]],
     used_anywhere: Sequence[bool],
+    home: Home,
 ) -> None:
     """After the reduction: set the gradients that only others had, restore what nobody used."""
     for bucket in buckets:
         for slot in bucket.missing:
             if used_anywhere[slot.index]:
                 bucket.give(slot)
-    for slot, saved in stale:
-        if not used_anywhere[slot.index] and slot.param.grad is not None:
-            slot.param.grad.copy_(saved)
+    now = home.of([slot for slot, _ in stale])
+    for (slot, saved), gradient in zip(stale, now, strict=True):
+        if not used_anywhere[slot.index] and gradient is not None:
+            gradient.copy_(saved)

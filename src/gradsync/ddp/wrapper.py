@@ -22,8 +22,8 @@ from torch.distributed.distributed_c10d import _get_default_group, _rank_not_in_
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parameter import Parameter
 
-from gradsync.ddp import arguments, join, traced
-from gradsync.ddp.autograd import in_backward, in_distributed_autograd
+from gradsync.ddp import arguments, join, messages, traced
+from gradsync.ddp.autograd import current_context, in_backward
 from gradsync.ddp.buffers import BufferSync
 from gradsync.ddp.collectives import Broadcaster
 from gradsync.ddp.compile import CompiledFor, SplitSize, skip_our_frames, split_size
@@ -32,7 +32,7 @@ from gradsync.ddp.features import Features
 from gradsync.ddp.layout import ReducerOptions
 from gradsync.ddp.mixed_precision import Precision, check_config, reduce_dtype
 from gradsync.ddp.plan import BucketCaps, bucket_caps
-from gradsync.ddp.reducer import Phase, Reducer
+from gradsync.ddp.reducer import BACKWARD_RUNS, Reducer
 from gradsync.ddp.verify import failures_told, verify_same_model
 from gradsync.errors import ArgumentError, StateError
 
@@ -302,7 +302,7 @@ class DistributedDataParallel(Features):
         return self._forward(inputs, kwargs)
 
     def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.reducer.phase in (Phase.BACKWARD, Phase.COMPILED) and in_backward():
+        if self.reducer.phase in BACKWARD_RUNS and in_backward():
             inputs, kwargs = self._cast_inputs(inputs, kwargs)
             return self.module(*inputs, **kwargs)  # a checkpoint recomputes us
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
@@ -322,11 +322,6 @@ class DistributedDataParallel(Features):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._traced is not None:
             return inputs, kwargs
-        if self._asks_for_reduction() and in_distributed_autograd():
-            raise NotImplementedError(
-                "DistributedDataParallel under torch.distributed.autograd is not part of "
-                "gradsync yet: gradients would stay in the autograd context, unreduced."
-            )
         if not self._lazy_init_ran:
             self._lazy_init()
         if self._join_config.enable:
@@ -371,7 +366,11 @@ class DistributedDataParallel(Features):
         if self._asks_for_reduction():
             if not self.require_forward_param_sync:
                 self.require_forward_param_sync = True
-            self.reducer.prepare(output)
+            context = current_context()
+            if context is not None:
+                self._check_can_be_in_context()
+                output = self.reducer.tie(output)
+            self.reducer.prepare(output, context)
         else:
             self.require_forward_param_sync = False
             self.reducer.disarm()
@@ -380,6 +379,16 @@ class DistributedDataParallel(Features):
         if self._delayed is not None:
             self._delayed.after_forward(output)
         return output
+
+    def _check_can_be_in_context(self) -> None:
+        """Raise for what needs ``.grad``, which distributed autograd leaves alone."""
+        for feature, is_used in (
+            ("mixed_precision", self._precision is not None),
+            ("an optimizer in the backward", self.reducer.queue.on_reduced is not None),
+            ("delay_all_reduce_named_params", self._delayed is not None),
+        ):
+            if is_used:
+                raise self.reducer.failed(StateError(messages.IN_CONTEXT.format(feature)))
 
     def _lazy_init(self) -> None:
         """Before the first forward: what may have been added since the construction."""
