@@ -102,6 +102,7 @@ class TestArguments:
                 ),
                 "one for each rank": lambda: group.alltoall([one], [one, one]),
                 "of one dtype": lambda: group.alltoall([one, one], [one, one.double()]),
+                "dense": lambda: group.send([one.to_sparse()], 1 - rank, 0),
                 "receiver, group rank 5": lambda: group.send([one], 5, 0),
                 "sender, group rank -3": lambda: group.recv([one], -3, 0),
             }

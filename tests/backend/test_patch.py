@@ -6,12 +6,15 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import LIMIT, raised, still_works
 from torch._C._distributed_c10d import ProcessGroupGloo
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 import gradsync
 from gradsync import ArgumentError, DeadlineError, SharedMemoryGroup
@@ -56,6 +59,8 @@ def test_whoever_asks_for_gloo_gets_shared_memory_under_gloos_name(
             still_works(rank, world)
             assert group.counters()["copied_bytes"] > 0
             group.monitored_barrier(20 * SECOND)
+            assert group.getBackendName() == "gradsync"  # torch's C++ trusts in that name
+            TorchDDP(torch.nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
 
     run(pool, body, 3)
 
@@ -147,3 +152,49 @@ def test_tensors_of_a_device_that_nobody_asked_a_backend_for_are_a_clear_error(
     for text in pool.run(body, ranks=2, backend="gradsync", timeout=LIMIT):
         assert "meta" in text
         assert "cpu:gradsync,cuda:nccl" in text
+
+
+def test_tensors_of_a_device_go_to_the_engine_that_was_asked_for(
+    pool: WorkerPool,
+) -> None:
+    """Without a GPU: NCCL is feigned, and its device is one that every machine has."""
+
+    def body(rank: int, world: int) -> None:
+        calls: list[tuple[object, ...]] = []
+        options_class = SimpleNamespace
+
+        class Nccl:
+            Options = options_class
+            supports_coalescing = True
+
+            def __init__(self, store: object, rank: int, size: int, options: object) -> None:
+                calls.append(("made", rank, size, options.group_name, options._timeout))
+
+            def __getattr__(self, name: str) -> Callable[..., object]:
+                return lambda *args: calls.append((name, *args))
+
+        with (
+            mock.patch.object(dist, "ProcessGroupNCCL", Nccl, create=True),
+            mock.patch.object(dist, "is_nccl_available", return_value=True),
+        ):
+            group = dist.group.WORLD
+            tensor = torch.ones(3, device="meta")
+            group.allreduce([tensor])
+            group.broadcast([tensor])
+            group._allgather_base(torch.ones(6, device="meta"), tensor)
+            group.send([tensor], 1 - rank, 5)
+            assert group._get_backend(torch.device("meta")).supports_coalescing
+            group._start_coalescing(torch.device("meta"))
+            still_works(rank, world)
+        assert calls[0][:4] == ("made", rank, world, group.group_name)
+        assert [call[0] for call in calls[1:]] == [
+            "_set_sequence_number_for_group",
+            "allreduce",
+            "broadcast",
+            "_allgather_base",
+            "send",
+            "_start_coalescing",
+        ]
+        group._engines._made.clear()
+
+    pool.run(body, ranks=2, backend="cpu:gradsync,meta:nccl", timeout=LIMIT)

@@ -34,9 +34,9 @@ class Engines:
         """For tensors of the CPU, and wherever gloo was asked for."""
         return self._made.get("gloo") or self._make("gloo")
 
-    def nccl(self) -> Any:
+    def nccl(self, group: dist.ProcessGroup) -> Any:
         """For CUDA tensors. No test of ours has run it: that takes GPUs."""
-        return self._made.get("nccl") or self._make("nccl")
+        return self._made.get("nccl") or self._make("nccl", group)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Let operations from now on take no longer than this."""
@@ -55,19 +55,27 @@ class Engines:
         for engine in self._made.values():
             engine.shutdown()
 
-    def _make(self, name: str) -> Any:
+    def _make(self, name: str, group: dist.ProcessGroup | None = None) -> Any:
         if self._closed:
             raise StateError("The process group has been destroyed.")
         store = PrefixStore(f"{name}/", self._store)
-        if name == "gloo":
+        if group is None:
             engine: Any = ProcessGroupGloo(store, self._rank, self._size, self._timeout)
         else:
-            if not dist.is_nccl_available():
-                raise StateError("CUDA tensors need NCCL, which this build of torch does not have.")
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout
-            engine = dist.ProcessGroupNCCL(store, self._rank, self._size, options)
+            engine = self._make_nccl(store, group)
         self._made[name] = engine
+        return engine
+
+    def _make_nccl(self, store: Store, group: dist.ProcessGroup) -> Any:
+        """As torch does for a group of NCCL alone."""
+        if not dist.is_nccl_available():
+            raise StateError("CUDA tensors need NCCL, which this build of torch does not have.")
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        options.group_name = group.group_name
+        options.global_ranks_in_group = dist.get_process_group_ranks(group)
+        engine = dist.ProcessGroupNCCL(store, self._rank, self._size, options)
+        engine._set_sequence_number_for_group()
         return engine
 
 
@@ -85,7 +93,7 @@ def engine_for(group: dist.ProcessGroup, engines: Engines, device: torch.device)
     if name == "gloo":
         return engines.gloo()
     if name == "nccl":
-        return engines.nccl()
+        return engines.nccl(group)
     raise ArgumentError(
         f"This group has no collectives for tensors on {device}. Ask for a backend for them, as "
         'in init_process_group("cpu:gradsync,cuda:nccl").'

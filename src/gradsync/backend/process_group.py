@@ -55,7 +55,7 @@ from gradsync.backend.shared_memory import (
     together,
 )
 from gradsync.backend.work import All, Notifier, Record, SharedMemoryWork
-from gradsync.errors import StateError
+from gradsync.errors import ArgumentError, StateError
 
 Work = Any  # ours, or gloo's
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -129,8 +129,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return "gradsync"
 
     def getBackendName(self) -> str:
-        """Of the backend."""
-        return self.name()
+        """Of the backend, for torch's C++. There "gloo" would promise a ``ProcessGroupGloo``."""
+        return "gradsync"
 
     def _set_group_name(self, name: Any) -> None:
         self._group_name = name
@@ -170,7 +170,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """What has the collectives for ``device``: [Note: one group, several devices]."""
         kind = torch.device(device).type
         if kind != "cpu" and configured(self).get(kind) == "nccl":
-            return self._engines.nccl()
+            return self._engines.nccl(self)
         return self
 
     def _get_backend_name(self) -> str:
@@ -475,7 +475,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def send(self, tensors: Sequence[Tensor] | Tensor, dstRank: int, tag: int = 0) -> Work:
         tensor = only(tensors)
-        if self._memory is None or not is_dense(tensor):
+        if self._memory is None or not self._takes_message(tensor):
             return self._engine(tensor).send([tensor], dstRank, tag)
         to = check_rank("receiver", dstRank, self._size)
         started = self._memory.send(tensor, to, tag, self._seconds())
@@ -483,7 +483,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def recv(self, tensors: Sequence[Tensor] | Tensor, srcRank: int, tag: int = 0) -> Work:
         tensor = only(tensors)
-        if self._memory is None or not is_dense(tensor):
+        if self._memory is None or not self._takes_message(tensor):
             return self._engine(tensor).recv([tensor], srcRank, tag)
         source = check_rank("sender", srcRank, self._size)
         started = self._memory.recv(tensor, source, tag, self._seconds())
@@ -491,10 +491,17 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def recv_anysource(self, tensors: Sequence[Tensor] | Tensor, tag: int = 0) -> Work:
         tensor = only(tensors)
-        if self._memory is None or not is_dense(tensor):
+        if self._memory is None or not self._takes_message(tensor):
             return self._engine(tensor).recv_anysource([tensor], tag)
         started = self._memory.recv(tensor, _native.ANY_SOURCE, tag, self._seconds())
         return self._work("recvAnySource", started, [tensor])
+
+    def _takes_message(self, tensor: Tensor) -> bool:
+        if (
+            tensor.layout is not torch.strided
+        ):  # gloo takes none either, but would wait for all ranks
+            raise ArgumentError(f"Messages are dense tensors; got one of {tensor.layout}.")
+        return is_dense(tensor)
 
     # ---------------------------------------------------------------- the end
 

@@ -70,7 +70,7 @@ def _replace_gloo(torch):
     if os.environ.get("DDP_CONFORM_CPU_SHIM"):
         import ddp_conform_cpu_shim as shim
 
-        shim.install(None)
+        shim.install(torch.nn.parallel.distributed.DistributedDataParallel)
         _after_import("torch.testing._internal.common_distributed", shim.open_gates)
     if os.environ["DDP_CONFORM_BACKEND"] != "gradsync":
         return
