@@ -3,6 +3,11 @@
 The first rank of a machine is its leader. A tensor goes in chunks: the ranks of a machine reduce a
 chunk into the leader's, the leaders reduce it over the network, and each leader gives it to its
 machine, while the next chunk is reduced and the one after it is on the way.
+
+[Note: flows]
+gloo cannot be told to give up a collective. Leaders wait for it in slices and listen to the other
+machines meanwhile (see board.py); one that is not waited for any more keeps what it works on, which
+is therefore memory of ours and never the user's.
 """
 
 import queue
@@ -26,13 +31,20 @@ from torch._C._distributed_c10d import (
 )
 
 from gradsync.backend._native import ReduceOp
+from gradsync.backend.board import GRACE_SECONDS, Board
 from gradsync.backend.members import Member
 from gradsync.backend.shared_memory import SharedMemory, Started
 from gradsync.backend.work import translate
-from gradsync.errors import AbortedError, CollectiveMismatchError, FaultError, PeerLostError
+from gradsync.errors import (
+    AbortedError,
+    CollectiveMismatchError,
+    DeadlineError,
+    FaultError,
+    PeerLostError,
+)
 
 CHUNK_BYTES = 1024 * 1024
-GRACE_SECONDS = 0.5  # for the news of a loss to get about
+SLICE = timedelta(milliseconds=100)
 GLOO_OPS = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
     ReduceOp.AVG: dist.ReduceOp.SUM,
@@ -46,10 +58,34 @@ GLOO_OPS = {
 WIDER = {torch.bfloat16: torch.float32, torch.int16: torch.int32}  # what gloo cannot reduce
 
 
+class Clock:
+    """How long an operation may still take. It begins when the operation is issued."""
+
+    def __init__(self, seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """In seconds, and never nothing: what looks once more finds what is already there."""
+        return max(self._deadline - time.monotonic(), 0.001)
+
+    @property
+    def timeout(self) -> timedelta:
+        """The same, for gloo."""
+        return timedelta(seconds=self.left)
+
+    @property
+    def is_over(self) -> bool:
+        """Has the deadline passed?"""
+        return time.monotonic() >= self._deadline
+
+
 class Task:
     """An operation in several parts, under way on the hierarchy's thread."""
 
-    def __init__(self, run: Callable[[], None]) -> None:
+    def __init__(self, number: int, name: str, run: Callable[[], None]) -> None:
+        self.number = number
+        self.name = f"collective {number}, {name}"
         self.run = run
         self._ended = threading.Event()
         self._error: Exception | None = None
@@ -83,17 +119,27 @@ class Hierarchy:
         memory: SharedMemory,
         timeout: timedelta,
     ) -> None:
-        self._store = store
         self._own = own
         self._machines = machines
         self._memory = memory
         self._world = sum(map(len, machines))
         self._here = next(index for index, machine in enumerate(machines) if own in machine)
+        self._is_leader = memory.rank == 0
         self._leaders: Any = None
-        if memory.rank == 0:
+        if self._is_leader:
             leaders = PrefixStore("leaders/", store)
             self._leaders = ProcessGroupGloo(leaders, self._here, len(machines), timeout)
+        self._begun = self._issued = self._ended = 0
+        self._board = Board(
+            PrefixStore("board/", store),
+            self._here,
+            is_leader=self._is_leader,
+            progress=lambda: self._begun,
+        )
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._stop: AbortedError | None = None
         self._broken: Exception | None = None
         self._thread = threading.Thread(target=self._work, name="gradsync-hosts", daemon=True)
         self._thread.start()
@@ -119,42 +165,49 @@ class Hierarchy:
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, seconds: float, *, later: bool) -> Started:
         """Reduce ``tensor`` in place over all ranks of all machines."""
+        del later  # a thread does it in any case: the network is waited for
         flat = tensor.detach().contiguous()
-        parts = torch.view_as_real(flat) if flat.is_complex() else flat
-        chunks = _chunks(parts)
-        finish = None if flat.data_ptr() == tensor.data_ptr() else lambda: tensor.copy_(flat)
-        task = self._start(lambda: self._all_reduce(chunks, op, seconds), later)
-        return Started(task, flat, finish)
+        if op is ReduceOp.AVG and flat.dtype is torch.float16:
+            flat = flat.float()  # the sum of a machine might be too large
+        chunks = _chunks(torch.view_as_real(flat) if flat.is_complex() else flat)
+        clock = Clock(seconds)
+        name = f"all_reduce({op.name.lower()}, {_shape(tensor)})"
+        task = self._start(name, lambda: self._all_reduce(chunks, op, clock))
+        return Started(task, (tensor, flat), _finish(tensor, flat))
 
-    def _all_reduce(self, chunks: Sequence[Tensor], op: ReduceOp, seconds: float) -> None:
+    def _all_reduce(self, chunks: Sequence[Tensor], op: ReduceOp, clock: Clock) -> None:
         inside = ReduceOp.SUM if op is ReduceOp.AVG else op
         flows: list[tuple[dist.Work, Tensor]] = []
         for index in range(len(chunks) + 1):
             if index < len(chunks):
                 chunk = chunks[index]
-                self._memory.reduce(chunk, inside, 0, seconds, later=False).handle.wait()
-                if self._leaders is not None:
-                    wide = chunk.to(WIDER.get(chunk.dtype, chunk.dtype))
-                    options = AllreduceOptions()
-                    options.reduceOp = dist.ReduceOp(GLOO_OPS[op])
-                    options.timeout = timedelta(seconds=seconds)
-                    flows.append((self._leaders.allreduce([wide], options), wide))
+                self._memory.reduce(chunk, inside, 0, clock.left, later=False).handle.wait()
+                if self._is_leader:
+                    flows.append(self._reduce_between(chunk, op, clock))
             if index > 0:
                 chunk = chunks[index - 1]
-                if self._leaders is not None:
-                    flow, wide = flows[index - 1]
-                    flow.wait()
+                if self._is_leader:
+                    flow, copy = flows.pop(0)
+                    self._await(flow)
                     if op is ReduceOp.AVG:
-                        rounding = None if wide.is_floating_point() else "trunc"
-                        wide.div_(self._world, rounding_mode=rounding)
-                    if wide is not chunk:
-                        chunk.copy_(wide)
-                self._memory.broadcast(chunk, 0, seconds, later=False).handle.wait()
+                        rounding = None if copy.is_floating_point() else "trunc"
+                        copy.div_(self._world, rounding_mode=rounding)
+                    chunk.copy_(copy)
+                self._memory.broadcast(chunk, 0, clock.left, later=False).handle.wait()
+
+    def _reduce_between(
+        self, chunk: Tensor, op: ReduceOp, clock: Clock
+    ) -> tuple[dist.Work, Tensor]:
+        copy = chunk.to(WIDER.get(chunk.dtype, chunk.dtype), copy=True)
+        options = AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(GLOO_OPS[op])
+        options.timeout = clock.timeout
+        return self._leaders.allreduce([copy], options), copy
 
     def broadcast(self, tensor: Tensor, root: int, seconds: float, *, later: bool) -> Started:
         """Overwrite ``tensor`` on all machines with that of rank ``root`` of the group."""
+        del later
         flat = tensor.detach().contiguous()
-        finish = None if flat.data_ptr() == tensor.data_ptr() else lambda: tensor.copy_(flat)
         chunks = _chunks(flat.view(-1).view(torch.uint8))
         source = next(
             index
@@ -162,100 +215,184 @@ class Hierarchy:
             if any(member.rank == root for member in machine)
         )
         at = [member.rank for member in self._machines[source]].index(root)
-        task = self._start(lambda: self._broadcast(chunks, source, at, seconds), later)
-        return Started(task, flat, finish)
+        clock = Clock(seconds)
+        name = f"broadcast(root {root}, {_shape(tensor)})"
+        task = self._start(name, lambda: self._broadcast(chunks, source, at, clock))
+        return Started(task, (tensor, flat), _finish(tensor, flat))
 
-    def _broadcast(self, chunks: Sequence[Tensor], source: int, at: int, seconds: float) -> None:
-        flows = []
+    def _broadcast(self, chunks: Sequence[Tensor], source: int, at: int, clock: Clock) -> None:
+        flows: list[tuple[dist.Work, Tensor]] = []
+        for index in range(len(chunks) + 1):
+            if index < len(chunks):
+                chunk = chunks[index]
+                if self._here == source:
+                    self._memory.broadcast(chunk, at, clock.left, later=False).handle.wait()
+                if self._is_leader:
+                    flows.append(self._broadcast_between(chunk, source, clock))
+            if index > 0:
+                chunk = chunks[index - 1]
+                if self._is_leader:
+                    flow, copy = flows.pop(0)
+                    self._await(flow)
+                    if self._here != source:
+                        chunk.copy_(copy)
+                if self._here != source:
+                    self._memory.broadcast(chunk, 0, clock.left, later=False).handle.wait()
+
+    def _broadcast_between(
+        self, chunk: Tensor, source: int, clock: Clock
+    ) -> tuple[dist.Work, Tensor]:
+        copy = chunk.clone() if self._here == source else torch.empty_like(chunk)
         options = BroadcastOptions()
         options.rootRank = source
-        options.timeout = timedelta(seconds=seconds)
-        for chunk in chunks:
-            if self._here == source:
-                self._memory.broadcast(chunk, at, seconds, later=False).handle.wait()
-            if self._leaders is not None:
-                flows.append(self._leaders.broadcast([chunk], options))
-        for index, chunk in enumerate(chunks):
-            if flows:
-                flows[index].wait()
-            if self._here != source:
-                self._memory.broadcast(chunk, 0, seconds, later=False).handle.wait()
+        options.timeout = clock.timeout
+        return self._leaders.broadcast([copy], options), copy
 
     def barrier(self, seconds: float, *, later: bool) -> Started:
         """Wait until all ranks of all machines have come here."""
-        return Started(self._start(lambda: self._barrier(seconds), later), None)
+        del later
+        clock = Clock(seconds)
+        return Started(self._start("barrier", lambda: self._barrier(clock)), None)
 
-    def _barrier(self, seconds: float) -> None:
-        self._memory.barrier(seconds, later=False).handle.wait()
-        if self._leaders is not None:
+    def _barrier(self, clock: Clock) -> None:
+        self._memory.barrier(clock.left, later=False).handle.wait()
+        if self._is_leader:
             options = BarrierOptions()
-            options.timeout = timedelta(seconds=seconds)
-            self._leaders.barrier(options).wait()
-        self._memory.barrier(seconds, later=False).handle.wait()
+            options.timeout = clock.timeout
+            self._await(self._leaders.barrier(options))
+        self._memory.barrier(clock.left, later=False).handle.wait()
+
+    def _await(self, flow: dist.Work) -> None:
+        """Wait for the network, and for news. [Note: flows]."""
+        while True:
+            with suppress(RuntimeError):  # of gloo's, or because the slice is over
+                flow.wait(SLICE)
+                return
+            if flow.is_completed():
+                flow.wait()  # raises what went wrong
+                return
+            if self._stop is not None:
+                raise self._stop
+            if self._board.notice is not None:
+                raise self._board.notice
 
     # ---------------------------------------------------------------- the thread
 
-    def _start(self, run: Callable[[], None], later: bool) -> Task:
-        del later  # a thread does it in any case: the network is waited for
-        task = Task(run)
-        self._tasks.put(task)
+    def _start(self, name: str, run: Callable[[], None]) -> Task:
+        with self._lock:
+            self._issued += 1
+            task = Task(self._issued, name, run)
+            if self._is_closed:
+                task.end(AbortedError("The group has been closed."))
+            else:
+                self._tasks.put(task)
         return task
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
-            error = self._broken
+            self._begun = task.number
+            error = self._broken or self._stop
             if error is None:
                 try:
                     task.run()
-                except CollectiveMismatchError as mismatch:
-                    error = mismatch
                 except Exception as problem:
-                    error = self._broken = self._explain(translate(problem))
-                    self._give_up(error)
+                    error = translate(problem)
+                    if not isinstance(error, CollectiveMismatchError):
+                        error = self._broken = self._explain(task, error)
+            self._ended = task.number  # first: who waits may close the group at once
             task.end(error)
+            del task
 
-    def _explain(self, error: Exception) -> Exception:
-        """What happened, told to the other machines, or heard from them."""
-        if isinstance(error, PeerLostError):
-            with suppress(Exception):
-                self._store.set("lost", str(error))
-            return error
-        deadline = time.monotonic() + GRACE_SECONDS
-        with suppress(Exception):
-            while not self._store.check(["lost"]) and time.monotonic() < deadline:
-                time.sleep(0.02)
-            if self._store.check(["lost"]):
-                return PeerLostError(self._store.get("lost").decode(errors="replace"))
-        if isinstance(error, FaultError):
-            return error
-        hosts = ", ".join(machine[0].host for machine in self._machines)
-        return FaultError(f"The flow between the machines ({hosts}) failed: {error}")
+    def _explain(self, task: Task, error: Exception) -> Exception:
+        """What happened, as one rank has found out and told all others."""
+        if self._stop is not None:
+            error = self._stop
+        elif error is self._board.notice:
+            pass
+        elif isinstance(error, AbortedError) and "aborted the group" not in str(error):
+            self.abort()  # by another thread of ours
+        elif isinstance(error, DeadlineError) and not self._is_leader:
+            # Our leader is late, since it waits for another machine: it will know for which.
+            error = self._board.read(3 * GRACE_SECONDS) or error
+        elif isinstance(error, FaultError) and type(error) is not FaultError:
+            error.args = (f"{task.name}: {error}",)  # the native part has told of its part of it
+        elif isinstance(error, FaultError):  # a neighbour gave up, for a reason that it has posted
+            error = self._board.read() or error
+        else:
+            error = self._board.notice or self._roll_call(task, error)
+        self._memory.context.fail(str(error))  # so that nobody on this machine waits for us
+        if isinstance(error, FaultError) and self._stop is None:
+            self._board.post(error)
+        return error
 
-    def _give_up(self, error: Exception) -> None:
-        """Let nobody wait for us, on this machine or another."""
-        self._memory.context.fail(str(error))
-        if self._leaders is not None:
-            self._leaders.abort()
+    def _roll_call(self, task: Task, error: Exception) -> FaultError:
+        """The flow is cut, or has not come in time. Whose fault is it?"""
+        reason = str(error).splitlines()[0]
+        answers = self._board.roll_call(len(self._machines))
+        if self._board.notice is not None:
+            return self._board.notice
+        absent = [index for index, number in answers.items() if number is None]
+        if "timed out" in reason.lower() or "timeout" in reason.lower():
+            behind = [index for index, number in answers.items() if (number or 0) < task.number]
+            late = [member for index in behind for member in self._machines[index]]
+            text = f"{task.name}: the deadline has passed (timeout in the network). Not arrived: "
+            who = ", ".join(member.label for member in late) or "not known"
+            return DeadlineError(f"{text}{who}.", ranks=[member.rank for member in late])
+        if absent:
+            lost = self._machines[absent[0]][0]
+            return PeerLostError(
+                f"{lost.label} does not answer any more, and its connection was closed while "
+                f"{task.name}, waited for it: {reason}",
+                rank=lost.rank,
+                host=lost.host,
+                pid=lost.pid,
+            )
+        leaders = ", ".join(machine[0].label for machine in self._machines)
+        unknown = f" No more is known, as the store fails: {self._board.trouble}."
+        return FaultError(
+            f"{task.name} failed in the flow between {leaders}: {reason}."
+            f"{unknown if self._board.trouble else ''}"
+        )
+
+    # ---------------------------------------------------------------- the end
 
     def abort(self) -> None:
-        """Make what is under way fail."""
-        if self._leaders is not None:
-            self._leaders.abort()
+        """Make what is under way fail, here and on other machines."""
+        if self._stop is None:
+            self._stop = AbortedError("The group was aborted.")
+            self._board.post(AbortedError(f"{self._own.label} aborted the group."))
 
     def close(self) -> None:
         """End the thread. What is still under way fails."""
-        if self._broken is None and not self._tasks.empty():
-            self._broken = AbortedError("The group was closed with this on its way.")
+        with self._lock:
+            self._is_closed = True
+            is_busy = self._ended < self._issued
+            self._tasks.put(None)
+        if is_busy and self._broken is None:
             self._memory.context.abort()
             self.abort()
-        self._tasks.put(None)
         self._thread.join()
-        if self._leaders is not None:
-            self._leaders.shutdown()
+        self._board.close()
+        # gloo's destructor waits for what is under way; nobody needs to wait for that.
+        rest = [self._leaders]
+        self._leaders = None
+        if self._broken is None and self._stop is None:
+            rest.clear()
+        else:
+            threading.Thread(target=rest.clear, name="gradsync-gloo", daemon=True).start()
 
 
 def _chunks(tensor: Tensor) -> list[Tensor]:
     flat = tensor.reshape(-1)  # 1D
-    return (
-        list(flat.split(max(1, CHUNK_BYTES // tensor.element_size()))) if flat.numel() else [flat]
-    )
+    return list(flat.split(max(1, CHUNK_BYTES // flat.element_size()))) if flat.numel() else [flat]
+
+
+def _finish(tensor: Tensor, flat: Tensor) -> Callable[[], object] | None:
+    """What brings the result to the user's tensor, where it is not there."""
+    if flat.data_ptr() == tensor.data_ptr() and flat.dtype == tensor.dtype:
+        return None
+    return lambda: tensor.detach().copy_(flat)
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
