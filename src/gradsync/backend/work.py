@@ -1,8 +1,8 @@
 """What a collective under way looks like to torch."""
 
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -177,32 +177,66 @@ class All:
 
 
 class Notifier:
-    """A thread that completes futures, in the order in which they were asked for."""
+    """Completes futures, in the order in which they were asked for.
+
+    [Note: callbacks that wait] What users hang on a future runs when it completes, and may wait for
+    another future of the same group: some of torch's own hooks do. So the thread that is about to
+    run callbacks leaves the waiting to another. There are as many threads as callbacks that wait
+    for each other, and one more.
+    """
 
     def __init__(self, leave_to_background: Callable[[], None]) -> None:
         self.leave_to_background = leave_to_background
-        self._works: queue.SimpleQueue[SharedMemoryWork | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._works: deque[SharedMemoryWork] = deque()
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._free = 0  # threads that run no callback
+        self._stopped = False
 
     def add(self, work: SharedMemoryWork) -> None:
         """Complete the future of ``work`` when it is done."""
         self.leave_to_background()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="gradsync-futures", daemon=True)
-            self._thread.start()
-        self._works.put(work)
+        with self._changed:
+            self._works.append(work)
+            self._share()
 
     def stop(self) -> None:
-        """End the thread, after what it still has to do."""
-        if self._thread is not None:
-            self._works.put(None)
-            if self._thread is not threading.current_thread():
-                self._thread.join()
+        """End the threads, after what they still have to do."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _share(self) -> None:
+        """See that somebody takes the next work; to be called with the lock."""
+        if self._free:
+            self._changed.notify()
+            return
+        self._free += 1
+        thread = threading.Thread(target=self._run, name="gradsync-futures", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _run(self) -> None:
-        while (work := self._works.get()) is not None:
+        while True:
+            with self._changed:
+                while not self._works:
+                    if self._stopped:
+                        return
+                    self._changed.wait()
+                work = self._works.popleft()
+            with suppress(Exception):  # it is raised again below, to the future
+                work.wait()
+            with self._changed:
+                self._free -= 1
+                if self._works:
+                    self._share()
             work.complete_future()
             del work
+            with self._changed:
+                self._free += 1
 
 
 class Record:
