@@ -112,7 +112,7 @@ void bind_handle(py::class_<Handle<Thing>>& handle) {
   handle
       .def("wait", [](const Handle<Thing>& self) { wait(*self.context, self.thing); })
       .def_property_readonly(
-          "done", [](const Handle<Thing>& self) { return self.thing->is_done.load(); });
+          "done", [](const Handle<Thing>& self) { return self.context->is_done(self.thing); });
 }
 
 }  // namespace

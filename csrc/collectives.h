@@ -32,6 +32,7 @@ struct Op {
   unsigned turn = 0;
   std::uint32_t first_tick = 0;
   bool is_posted = false;
+  int asked = 0;  // how often whether it is done
   std::atomic<bool> is_done{false};
   std::exception_ptr error;
 };

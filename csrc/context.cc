@@ -12,6 +12,7 @@ namespace {
 constexpr std::chrono::microseconds kCallerSpin{40};
 constexpr std::chrono::microseconds kWorkerSpin{4};
 constexpr std::chrono::milliseconds kSlice{100};
+constexpr int kAsks = 16;
 
 int cores() {
   cpu_set_t set;
@@ -59,13 +60,7 @@ void Context::issue(const std::shared_ptr<Op>& op, bool in_background) {
   }
   queue_.push_back(op);
   if (!is_running_) {
-    // What is before us and needs no waiting is done on the way.
-    while (queue_.size() > 1 && queue_.front()->is_posted && collectives_.is_small(*queue_.front()) &&
-           collectives_.can_finish(*queue_.front())) {
-      execute(*queue_.front(), {});
-      note_if_broken(*queue_.front());
-      queue_.pop_front();
-    }
+    finish_ready(1);  // what is before us is done on the way
     if (queue_.front() == op) collectives_.post(*op);
   }
   const bool needs_somebody = queue_.front() != op || !collectives_.is_small(*op);
@@ -77,13 +72,36 @@ void Context::wait(const std::shared_ptr<Op>& op, const Interrupted& interrupted
   while (!op->is_done) {
     if (!is_running_) {
       run_until(lock, op.get(), {spin_, interrupted});
-    } else if (changed_.wait_for(lock, kSlice) == std::cv_status::timeout && interrupted &&
-               interrupted()) {
-      throw InterruptedError("The wait for " + describe(op->announcement) + " was interrupted.");
+    } else if (changed_.wait_for(lock, kSlice) == std::cv_status::timeout && interrupted) {
+      lock.unlock();  // it takes Python's lock, which a thread may hold that comes for ours
+      if (interrupted()) {
+        throw InterruptedError("The wait for " + describe(op->announcement) + " was interrupted.");
+      }
+      lock.lock();
     }
   }
   lock.unlock();
   if (op->error != nullptr) std::rethrow_exception(op->error);
+}
+
+bool Context::is_done(const std::shared_ptr<Op>& op) {
+  if (op->is_done) return true;
+  std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  if (!lock || is_running_ || is_closing_) return op->is_done;
+  finish_ready(0);
+  // Who asks for so long does not wait, and somebody has to notice deadlines and deaths.
+  if (!op->is_done && ++op->asked > kAsks) start_worker();
+  return op->is_done;
+}
+
+// Does what needs no waiting, and leaves the last `rest` collectives as they are.
+void Context::finish_ready(std::size_t rest) {
+  while (queue_.size() > rest && queue_.front()->is_posted && collectives_.is_small(*queue_.front()) &&
+         collectives_.can_finish(*queue_.front())) {
+    execute(*queue_.front(), {});
+    note_if_broken(*queue_.front());
+    queue_.pop_front();
+  }
 }
 
 void Context::leave_to_background() {
@@ -177,9 +195,12 @@ void Context::wait(const std::shared_ptr<Message>& message, const Interrupted& i
 
 // ------------------------------------------------------------------------------- the end
 
-void Context::abort() { members_.abort(); }
+void Context::abort() {
+  if (::getpid() == owner_) members_.abort();
+}
 
 void Context::close() {
+  if (::getpid() != owner_) return;
   std::unique_lock<std::mutex> lock(mutex_);
   if (is_closing_ && !worker_.joinable()) return;
   is_closing_ = true;

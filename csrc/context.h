@@ -39,6 +39,9 @@ class Context {
   void issue(const std::shared_ptr<Op>& op, bool in_background);
   // Waits, and throws what went wrong.
   void wait(const std::shared_ptr<Op>& op, const Interrupted& interrupted = {});
+  // Is it done? Asking is enough to get it done; waiting is faster.
+  bool is_done(const std::shared_ptr<Op>& op);
+  bool is_done(const std::shared_ptr<Message>& message) const { return message->is_done; }
   // Lets a collective that was issued for a waiter go on by itself after all.
   void leave_to_background();
 
@@ -52,6 +55,7 @@ class Context {
 
  private:
   void run_until(std::unique_lock<std::mutex>& lock, const Op* last, const Patience& patience);
+  void finish_ready(std::size_t rest);
   static void end(Op& op, const std::exception_ptr& error);
   void execute(Op& op, const Patience& patience);
   void start_worker();
