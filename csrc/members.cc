@@ -89,14 +89,17 @@ void Members::await(std::uint32_t tick, const Errand& errand, const Patience& pa
         throw InterruptedError(name_of(errand) + " was interrupted.");
       }
       std::vector<int> missing;
+      int aborter = -1;
       for (int each = 0; each < world(); ++each) {
         if (each == rank_) continue;
         // First whether it is gone, then how far it came: what it did before it ended counts.
         const bool gone = is_gone(each);
+        if (line(each).state.load(std::memory_order_acquire) == State::kAborted) aborter = each;
         if (reached(line(each).clock.load(std::memory_order_acquire), tick)) continue;
         if (gone) check(each, errand);
         missing.push_back(each);
       }
+      if (aborter >= 0 && !missing.empty()) check(aborter, errand);  // though it may have come itself
       const auto left = errand.deadline - Clock::now();
       if (left <= left.zero() && !missing.empty()) give_up(errand, missing);
       sleep_on(other.clock, seen, other.sleepers, std::min<Clock::duration>(kSlice, left));

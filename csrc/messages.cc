@@ -21,13 +21,16 @@ Errand errand(const Message& message) { return {&message.announcement, message.d
 Messages::Messages(Members& members)
     : members_(members),
       sends_(static_cast<std::size_t>(members.world())),
+      severed_(static_cast<std::size_t>(members.world())),
       inlets_(static_cast<std::size_t>(members.world())) {}
 
 Messages::~Messages() { stop(); }
 
 void Messages::send(const std::shared_ptr<Message>& message, bool in_background) {
   std::unique_lock<std::mutex> lock(mutex_);
-  sends_[static_cast<std::size_t>(message->other)].push_back(message);
+  const auto to = static_cast<std::size_t>(message->other);
+  if (severed_[to] != nullptr) return finish(*message, severed_[to]);
+  sends_[to].push_back(message);
   begin(message, in_background);
 }
 
@@ -42,8 +45,12 @@ void Messages::begin(const std::shared_ptr<Message>& message, bool in_background
     fail_all(std::make_exception_ptr(AbortedError("The group was aborted.")));
     return;
   }
+  if (stopping_) {
+    fail_all(std::make_exception_ptr(AbortedError("The group has been closed.")));
+    return;
+  }
   progress();
-  if (message->is_done || !in_background || stopping_) return;
+  if (message->is_done || !in_background) return;
   in_background_ = true;
   if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
   work_.notify_all();
@@ -106,7 +113,17 @@ void Messages::run() {
 
 // ------------------------------------------------------------------------------- moving
 
+// Moves what can be moved. What is wrong with a channel ends all messages, on whatever thread it is noticed.
 bool Messages::progress() {
+  try {
+    return move();
+  } catch (const std::exception&) {
+    fail_all(std::current_exception());
+    return true;
+  }
+}
+
+bool Messages::move() {
   bool moved = false;
   for (auto& queue : sends_) {
     while (!queue.empty()) {
@@ -228,7 +245,7 @@ bool Messages::take_strays() {
         message.source = from;
         std::exception_ptr error;
         if (stray->data.size() == message.bytes) {
-          std::memcpy(message.data, stray->data.data(), message.bytes);
+          if (message.bytes > 0) std::memcpy(message.data, stray->data.data(), message.bytes);
         } else {
           error = std::make_exception_ptr(MismatchError(
               "recv from " + members_.label(from) + " with tag " + std::to_string(message.tag) +
@@ -301,7 +318,15 @@ void Messages::check_peers(bool& overdue) {
   };
   for (int to = 0; to < members_.world(); ++to) {
     auto& queue = sends_[static_cast<std::size_t>(to)];
-    while (!queue.empty() && look(*queue.front(), to)) queue.pop_front();
+    while (!queue.empty() && look(*queue.front(), to)) {
+      if (queue.front()->has_begun) {  // what came behind it would be taken for its rest
+        auto& error = severed_[static_cast<std::size_t>(to)] = queue.front()->error;
+        for (auto& message : queue) finish(*message, error);
+        queue.clear();
+        break;
+      }
+      queue.pop_front();
+    }
   }
   receives_.remove_if([&](const auto& message) { return look(*message, message->other); });
   for (int from = 0; from < members_.world(); ++from) {

@@ -72,6 +72,7 @@ class Messages {
 
   void begin(const std::shared_ptr<Message>& message, bool in_background);
   bool progress();
+  bool move();
   bool push(Message& message);
   bool pull(int from);
   bool take_strays();
@@ -88,6 +89,7 @@ class Messages {
   std::mutex mutex_;
   std::condition_variable work_;
   std::vector<std::deque<std::shared_ptr<Message>>> sends_;  // by receiver, in order
+  std::vector<std::exception_ptr> severed_;  // by receiver: why half a message stands in its channel for good
   std::list<std::shared_ptr<Message>> receives_;
   std::vector<Inlet> inlets_;
   std::thread thread_;
