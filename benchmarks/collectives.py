@@ -211,7 +211,7 @@ class Scoreboard:
         self.console = Console()
         if not self.console.is_terminal:
             self.console = Console(width=WIDTH)
-        self.notes = report.target_note(ranks.cores())
+        self.notes = report.notes_on_machine(ranks.cores(), os.getloadavg()[0])
         if self.openmpi is not None:
             self.notes.append(f"openmpi: {self.openmpi}.")
         if self.problem is not None:
@@ -229,8 +229,8 @@ class Scoreboard:
         self.task = self.progress.add_task("starting ranks", total=slots)
 
     def __enter__(self) -> None:
-        if self.problem is not None:
-            self.console.print(f"[yellow]{self.notes[-1]}[/]")
+        for note in self.notes:
+            self.console.print(f"[yellow]{note}[/]")
         self.progress.start()
 
     def __exit__(self, *exc: object) -> None:

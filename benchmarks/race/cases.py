@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from race.exercises import COPIED, DTYPE, GLOO, SYMMETRIC, Groups, prepare
-from race.track import Marshal, calibrate, turns
+from race.track import MINIMUM_STEPS, Marshal, calibrate, turns
 
 WARM_UP = 5
+OVERRUN = 3  # times as long as wanted: who spins may be a thousand times slower when disturbed
 BUSY = "busy step"
 COMPUTE = "compute alone"
 BUSY_CONTENDERS = (COMPUTE, GLOO, SYMMETRIC, COPIED)
@@ -35,7 +36,7 @@ class Case:
     operation: str
     world: int
     bytes: int
-    repetitions: dict[str, int] = field(default_factory=dict)
+    repetitions: dict[str, int] = field(default_factory=dict)  # in the last slot
     seconds: dict[str, list[float]] = field(default_factory=dict)
     cpu_seconds: dict[str, list[float]] = field(default_factory=dict)  # busy: of all ranks
     is_right: dict[str, bool] = field(default_factory=dict)
@@ -74,8 +75,12 @@ def race_collective(
             on_slot(name, number)
             gc.collect()
             exercise.run(1)
-            seconds = marshal.time(partial(exercise.run, case.repetitions[name]))
-            case.seconds[name].append(seconds / case.repetitions[name])
+            repetitions = case.repetitions[name]
+            seconds = marshal.time(partial(exercise.run, repetitions))
+            case.seconds[name].append(seconds / repetitions)
+            if seconds > OVERRUN * slot_seconds:
+                shorter = int(repetitions * slot_seconds / seconds)
+                case.repetitions[name] = max(MINIMUM_STEPS, shorter)
     case.complete = True
 
 

@@ -18,6 +18,7 @@ from race.stats import Ratio, compare, complete_rounds
 from race.targets import CORES, MET, MISSED, target, verdict
 
 SCHEMA_VERSION = 1
+BUSY_LOAD = 0.5  # of a core
 STYLES = {MET: "green", MISSED: "red"}
 OURS = (SYMMETRIC, COPIED)
 ALL_REDUCE_COLUMNS = (
@@ -224,10 +225,17 @@ def _footer(cases: Sequence[Case], notes: Sequence[str]) -> list[str]:
     return [*wrong, *stopped, *notes, legend]
 
 
-def target_note(cores: int) -> list[str]:
-    if cores == CORES:
-        return []
-    return [f"The targets are for {CORES} cores; here there are {cores}."]
+def notes_on_machine(cores: int, load: float) -> list[str]:
+    """What keeps the numbers from counting, if anything does. `load`: before the race."""
+    notes = []
+    if cores != CORES:
+        notes.append(f"The targets are for {CORES} cores; here there are {cores}.")
+    if load > BUSY_LOAD * cores:
+        notes.append(
+            f"Others used this machine when the race began (load {load:.1f} on {cores} cores): "
+            "its ratios do not count, run it again when it is quiet."
+        )
+    return notes
 
 
 def human_size(size: int) -> str:

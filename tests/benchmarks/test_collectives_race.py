@@ -93,6 +93,13 @@ def test_a_wrong_result_is_told() -> None:
     assert "symmetric did not give the right result" in report.markdown([case], [])
 
 
+def test_numbers_of_a_busy_or_another_machine_are_marked() -> None:
+    assert report.notes_on_machine(cores=2, load=0.3) == []
+    (note,) = report.notes_on_machine(cores=2, load=4.0)
+    assert "load 4.0 on 2 cores" in note
+    assert "for 2 cores; here there are 8" in report.notes_on_machine(cores=8, load=0.3)[0]
+
+
 def test_cpu_time_is_compared_beside_the_time_of_a_step() -> None:
     case = measured(BUSY, gloo=4.0, symmetric=2.0)
     case.cpu_seconds = {GLOO: [9.0] * 7, SYMMETRIC: [3.0] * 7}
