@@ -47,7 +47,10 @@ class BucketQueue:
         """Reduce over ``group``, by ``hook`` if there is one; ``alone`` if nothing is to reduce."""
         self.group = group
         self.reduction = hook or Summation(group)
-        self.packing.memory = group.symmetric_empty if shares_memory(group) else None
+        # A hook may do anything with its buffer, such as resize it, which shared memory does not allow.
+        self.packing.memory = (
+            group.symmetric_empty if hook is None and shares_memory(group) else None
+        )
         self.alone = alone or (group.size() == 1 and not is_foreign(group) and hook is None)
         self.set_divisor(group.size())
 
