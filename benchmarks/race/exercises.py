@@ -6,6 +6,8 @@ Our side averages; gloo and OpenMPI have no average and only sum, which spares t
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +22,6 @@ ALL_REDUCE = "all_reduce"
 DTYPE = torch.float32
 ROOT = 0
 LINE = 32  # elements in two cache lines: where the bare limit's slices are cut
-SECONDS = 60.0
 
 CONTENDERS = {
     GLOO: "torch's gloo, sum",
@@ -111,18 +112,36 @@ def _by_openmpi(count: int, groups: Groups) -> Exercise:
 
 
 def _bare(count: int, groups: Groups) -> Exercise:
-    """The kernel of the symmetric all-reduce, without what makes it safe."""
+    """The kernel of the symmetric all-reduce on memory of the same kind, without what makes it
+    safe: every rank reduces its slice, from all ranks' memory into all ranks' memory.
+    """
     from gradsync.backend import _native
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    memory = groups.gradsync._context.allocate(count * DTYPE.itemsize, SECONDS)
-    tensor = torch.frombuffer(memory, dtype=DTYPE)
+    parts = _map_each_others(count * DTYPE.itemsize, groups.gloo)
     begin, end = (min(count, -(-count // LINE) * r // world * LINE) for r in (rank, rank + 1))
+    addresses = [part.data_ptr() for part in parts]
     call = partial(
-        _native.reduce_bare, memory.parts(world), begin, end,
-        _native.DType.FLOAT32, _native.ReduceOp.AVG,
-    )  # fmt: skip
-    return Exercise(BARE, call, partial(_values, tensor), partial(_holds, tensor, 1), [memory])
+        _native.reduce_bare, addresses, begin, end, _native.DType.FLOAT32, _native.ReduceOp.AVG
+    )
+    own = parts[rank]
+    return Exercise(BARE, call, partial(_values, own), partial(_holds, own, 1), [parts])
+
+
+def _map_each_others(size: int, group: Any) -> list[Tensor]:
+    """A tensor of every rank's, in memory that all of them map."""
+    own = os.memfd_create("gradsync-bare")
+    os.posix_fallocate(own, 0, size)
+    places: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(places, f"/proc/{os.getpid()}/fd/{own}", group=group)
+    tensors = []
+    for place in places:
+        descriptor = os.open(place, os.O_RDWR)
+        tensors.append(torch.frombuffer(mmap.mmap(descriptor, size), dtype=DTYPE))
+        os.close(descriptor)
+    dist.barrier(group=group)  # all have it by now
+    os.close(own)
+    return tensors
 
 
 ALL_REDUCES: dict[str, Callable[[int, Groups], Exercise]] = {
