@@ -47,6 +47,35 @@ def ddp_with_a_hook(rank: int, mesh: DeviceMesh) -> Weights:
     return [parameter.detach() for parameter in model.parameters()]
 
 
+def ddp_with_power_sgd(rank: int, mesh: DeviceMesh) -> Weights:
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+        PowerSGDState,
+        powerSGD_hook,
+    )
+
+    model = nn.parallel.DistributedDataParallel(network())  # with more buckets gloo hangs
+    state = PowerSGDState(None, 2, start_powerSGD_iter=2, random_seed=1)
+    model.register_comm_hook(state, powerSGD_hook)
+    train(model, torch.optim.SGD(model.parameters(), 0.1), rank)
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def ddp_with_uneven_inputs(rank: int, mesh: DeviceMesh) -> Weights:
+    model = nn.parallel.DistributedDataParallel(network())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with model.join():
+        for _ in range(rank + 1):
+            train(model, optimizer, rank)
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def ddp_compiled(rank: int, mesh: DeviceMesh) -> Weights:
+    model = nn.parallel.DistributedDataParallel(network(), static_graph=True)
+    compiled = torch.compile(model, backend="aot_eager")
+    train(compiled, torch.optim.SGD(model.parameters(), 0.1), rank)
+    return [parameter.detach() for parameter in model.parameters()]
+
+
 def fully_sharded(rank: int, mesh: DeviceMesh) -> Weights:
     from torch.distributed.fsdp import fully_shard
 
@@ -109,6 +138,9 @@ def tensor_parallel(rank: int, mesh: DeviceMesh) -> Weights:
     [
         torchs_ddp,
         ddp_with_a_hook,
+        ddp_with_power_sgd,
+        ddp_with_uneven_inputs,
+        ddp_compiled,
         fully_sharded,
         zero_optimizer,
         distributed_tensors,

@@ -42,6 +42,7 @@ from gradsync.backend.arguments import (
     split,
 )
 from gradsync.backend.attach import attach
+from gradsync.backend.dynamo import leave_alone
 from gradsync.backend.engines import CPU, Engines, configured, engine_for
 from gradsync.backend.hierarchy import Hierarchy
 from gradsync.backend.members import by_machine, exchange, myself
@@ -61,6 +62,7 @@ Work = Any  # ours, or gloo's
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
+@leave_alone
 class SharedMemoryGroup(dist.ProcessGroup):
     """Ranks that exchange tensors through memory that they share.
 

@@ -17,6 +17,7 @@ from torch._C._autograd import (
 )
 
 from gradsync.backend import _native
+from gradsync.backend.dynamo import leave_alone
 from gradsync.errors import (
     AbortedError,
     CollectiveMismatchError,
@@ -25,6 +26,7 @@ from gradsync.errors import (
     PeerLostError,
 )
 
+_FORGOTTEN: deque[object] = deque(maxlen=256)
 Finish = Callable[[], object]
 
 
@@ -39,8 +41,14 @@ class Handle(Protocol):
         """Wait for it, and raise if it failed."""
 
 
+@leave_alone
 class SharedMemoryWork(dist.Work):
-    """One operation: waits for it, then does what is left to do for the user's tensors."""
+    """One operation: waits for it, then does what is left to do for the user's tensors.
+
+    [Note: works in C++] torch's C++ may hold a work that Python has let go: DDP's does with that of
+    a join. Without this object it would wait for ever, on a work that nobody completes. So a work
+    that nobody has waited for lives on for a while.
+    """
 
     def __init__(
         self,
@@ -61,6 +69,11 @@ class SharedMemoryWork(dist.Work):
         self._lock = threading.Lock()
         self._is_left_to_background = False
         self.record: Record | None = None
+        self._is_over = False
+
+    def __del__(self) -> None:
+        if not self._is_over:
+            _FORGOTTEN.append(self)  # [Note: works in C++]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the outputs are there, or raise what went wrong.
@@ -78,6 +91,7 @@ class SharedMemoryWork(dist.Work):
             self._error = translate(error)
             raise self._error from error
         finally:
+            self._is_over = True
             if self.record is not None:
                 self.record.end()
         if self._finish is not None:
