@@ -69,13 +69,21 @@ def write(path: Path | str, result: Result) -> None:
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w") as file:
-            json.dump(document(result), file, indent=1, allow_nan=False)
-            file.write("\n")
+            file.write(dumps(document(result)) + "\n")
         os.chmod(name, 0o666 & ~_umask())
         os.replace(name, path)
     except BaseException:
         os.unlink(name)
         raise
+
+
+def dumps(content: object) -> str:
+    """JSON text as we write it.
+
+    >>> dumps({"a": 1})
+    '{\\n "a": 1\\n}'
+    """
+    return json.dumps(content, indent=1, allow_nan=False)
 
 
 def document(result: Result) -> dict[str, Any]:

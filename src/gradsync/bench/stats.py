@@ -96,7 +96,7 @@ def change_percent(baseline: float, other: float) -> float:
     >>> change_percent(2.0, 1.0), change_percent(2.0, 3.0)
     (50.0, -50.0)
     """
-    return -100.0 * (other - baseline) / baseline
+    return 100.0 * (baseline - other) / baseline
 
 
 def ratio_of_medians(

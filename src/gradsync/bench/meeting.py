@@ -1,0 +1,76 @@
+"""Keeps the ranks of a heat together: the start, the gathering of results, and the stop.
+
+[Note: apart from what is measured]
+Barriers and results travel on a gloo group of their own, between the turns. They neither depend on
+the backend under test nor are they in any measured time.
+
+[Note: stopping]
+Ctrl-C asks. The question is answered at the end of each turn, by all ranks alike: they leave after
+the same turn, no collective is torn apart, and what was measured stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Final, TypeVar
+
+import torch.distributed as dist
+
+DEADLINE: Final = timedelta(minutes=10)  # of one turn, the slowest rank's
+
+Item = TypeVar("Item")
+
+
+class Stopped(Exception):
+    """The user stopped the run; all ranks raise it after the same turn."""
+
+
+class Meeting:
+    """The ranks 0 to ``world - 1``. Only they construct it; other processes may exist.
+
+    It is kept for all heats of its size: a group that takes the name of one that was destroyed
+    would read what that one left in the store.
+    """
+
+    def __init__(self, world: int, is_asked_to_stop: Callable[[], bool] = lambda: False) -> None:
+        self.ranks = tuple(range(world))
+        self.rank = dist.get_rank()
+        self._is_asked_to_stop = is_asked_to_stop
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._group = self._new_group("gloo")
+
+    def open_group(self, backend: str) -> dist.ProcessGroup:
+        """A group of the same ranks on ``backend``, one for all who ask; in the same order."""
+        if backend not in self._groups:
+            self._groups[backend] = self._new_group(backend)
+        return self._groups[backend]
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        dist.barrier(group=self._group)
+
+    def gather(self, own: Item) -> list[Item]:
+        """What each rank has, on all of them; raises ``Stopped`` if any was asked to stop."""
+        everyone: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(everyone, (own, self._is_asked_to_stop()), group=self._group)
+        if any(stop for _, stop in everyone):
+            raise Stopped
+        return [value for value, _ in everyone]
+
+    def _new_group(self, backend: str) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(
+            self.ranks, backend=backend, timeout=DEADLINE, use_local_synchronization=True
+        )
+        return group
+
+
+def turns(contenders: Sequence[Item], number: int) -> list[Item]:
+    """The order in a round: rotated each round, and reversed every other, so neighbours change.
+
+    >>> [turns("abc", number) for number in range(3)]
+    [['a', 'b', 'c'], ['a', 'c', 'b'], ['c', 'a', 'b']]
+    """
+    shift = number % len(contenders)
+    order = [*contenders[shift:], *contenders[:shift]]
+    return order[::-1] if number % 2 else order
