@@ -47,7 +47,7 @@ class BucketQueue:
         """Reduce over ``group``, by ``hook`` if there is one; ``alone`` if nothing is to reduce."""
         self.group = group
         self.reduction = hook or Summation(group)
-        # A hook may do anything with its buffer, such as resize it, which shared memory does not allow.
+        # A hook may do anything with its buffer, such as resize it: shared memory cannot be.
         self.packing.memory = (
             group.symmetric_empty if hook is None and shares_memory(group) else None
         )
