@@ -30,9 +30,12 @@ class DDPJoinHook(JoinHook):
     def main_hook(self) -> None:
         """Mirror one forward and backward of the ranks that go on."""
         ddp = self._ddp
-        reduces = ranks_that_reduce(ddp, mine=False) > 0
+        ranks = ranks_that_reduce(ddp, mine=False)
+        reduces = ranks > 0
         if reduces:
             ddp.reducer.raise_deferred()
+            if not ddp._divide_by_initial_world_size:
+                ddp.reducer.divide_by(ranks)  # it may be the reduction that divides, on all ranks
         futures = self._sync_buffers(reduces)
         ddp.require_forward_param_sync = reduces
         if reduces:
