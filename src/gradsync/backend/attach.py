@@ -4,51 +4,73 @@ import json
 import secrets
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from torch._C._distributed_c10d import Store
 
 from gradsync.backend import _native
-from gradsync.backend.members import Member
-from gradsync.errors import FaultError
+from gradsync.backend.members import LONGEST_MESSAGE, Member, fetch
+from gradsync.errors import FaultError, PeerLostError
 
 NONCE_BITS = 64
+LONGEST_PROBLEM = 500
 
 
 def attach(store: Store, own: Member, local: Sequence[Member]) -> _native.Context | None:
     """Map one segment on all ranks of this machine, ``local``; None if one of them cannot.
 
     The first of them makes the segment and tells where it is. Then every one tells how it went, and
-    all draw the same conclusion from that.
+    all draw the same conclusion from that: a system that does not let them share memory is put up
+    with, a message that was not written by us is an error.
     """
     place = f"segment/{local[0].rank}"
-    context, problem = None, ""
+    context, problem, is_fault = None, "", False
     try:
         context = _map(store, place, own, local)
-    except (OSError, ValueError) as error:
+    except PeerLostError:
+        raise
+    except (FaultError, _native.InvalidError) as error:
+        problem, is_fault = str(error), True
+    except OSError as error:
         problem = str(error) or type(error).__name__
-        if own == local[0]:
-            store.set(place, json.dumps({"problem": problem}))
-    store.set(f"attached/{own.rank}", problem[:500])
-    for member in local:
-        answer = store.get(f"attached/{member.rank}").decode(errors="replace")
-        if answer and context is not None:
+    if problem and own == local[0]:
+        store.set(place, json.dumps({"problem": problem[:LONGEST_PROBLEM]}))
+    answer = {"problem": problem[:LONGEST_PROBLEM], "is_fault": is_fault}
+    store.set(f"attached/{own.rank}", json.dumps(answer))
+    try:
+        answers = fetch(store, [f"attached/{member.rank}" for member in local], local)
+        problems = [
+            (member, *_parse_answer(message, member))
+            for member, message in zip(local, answers, strict=True)
+        ]
+    except Exception:
+        if context is not None:
             context.close()
-            context = None
-        if answer and not problem:
-            problem = f"{member.label}: {answer}"
-    if context is None:
-        if own == local[0]:
-            warnings.warn(
-                f"gradsync cannot share memory between the ranks of {own.host} and uses gloo "
-                f"between them, which is slower: {problem}.",
-                stacklevel=2,
-            )
-        return None
-    context.close_descriptor()
-    return context
+        raise
+    problems = [entry for entry in problems if entry[1]]
+    if not problems:
+        assert context is not None
+        context.close_descriptor()
+        return context
+    if context is not None:
+        context.close()
+    # One that was told by another of its problem is not the first to have one.
+    member, text, _ = min(problems, key=lambda entry: entry[1].startswith("rank "))
+    reason = text if text.startswith("rank ") else f"{member.label}: {text}"
+    if any(entry[2] for entry in problems):
+        raise FaultError(f"The ranks of {own.host} cannot share memory. {reason}")
+    if own == local[0]:
+        warnings.warn(
+            f"gradsync cannot share memory between the ranks of {own.host} and uses gloo "
+            f"between them, which is slower: {reason}.",
+            stacklevel=2,
+        )
+    return None
 
 
 def _map(store: Store, place: str, own: Member, local: Sequence[Member]) -> _native.Context:
+    if len(local) > _native.MAX_RANKS:
+        raise OSError(f"they are {len(local)}, and no more than {_native.MAX_RANKS} can")
     peers = [(each.pid, each.started, each.label, each.rank, each.host) for each in local]
     rank = local.index(own)
     if rank == 0:
@@ -59,7 +81,8 @@ def _map(store: Store, place: str, own: Member, local: Sequence[Member]) -> _nat
         ticket = {"pid": pid, "descriptor": descriptor, "bytes": size, "nonces": nonces}
         store.set(place, json.dumps(ticket))
         return context
-    pid, descriptor, size, nonces = _parse(store.get(place), local[0])
+    (message,) = fetch(store, [place], local[:1])
+    pid, descriptor, size, nonces = _parse(message, local[0])
     segment = _native.Segment.open(len(local), pid, descriptor, size)
     return _native.Context(segment, rank, peers, nonces[0], nonces[1], is_founder=False)
 
@@ -67,18 +90,44 @@ def _map(store: Store, place: str, own: Member, local: Sequence[Member]) -> _nat
 def _parse(message: bytes, founder: Member) -> tuple[int, int, int, list[int]]:
     """Where the segment is, by its founder; it must be the process that it said it is."""
     try:
-        ticket = json.loads(message)
-        if "problem" in ticket:
+        ticket = _object(message)
+        if isinstance(ticket.get("problem"), str):
             raise OSError(f"{founder.label}: {ticket['problem']}")
-        nonces = [int(nonce) for nonce in ticket["nonces"]]
-        pid, descriptor, size = (int(ticket[key]) for key in ("pid", "descriptor", "bytes"))
-        if pid != founder.pid or len(nonces) != 2 or min(nonces) < 0:
-            raise ValueError(f"pid {pid}")
-        if max(descriptor, size, *nonces) >= 2**NONCE_BITS or min(descriptor, size) < 0:
+        nonces = ticket["nonces"]
+        if not isinstance(nonces, list) or len(nonces) != 2:
+            raise ValueError("other nonces")
+        pid, descriptor, size = (ticket[key] for key in ("pid", "descriptor", "bytes"))
+        for number in (pid, descriptor, size, *nonces):
+            if type(number) is not int or not 0 <= number < 2**NONCE_BITS:
+                raise ValueError(f"{str(number)[:40]} is out of range")
+        if pid != founder.pid:
+            raise ValueError(f"it names process {pid}")
+        if max(descriptor, size) >= 2**63:
             raise ValueError("numbers out of range")
-    except (TypeError, KeyError, ValueError) as error:
+    except (TypeError, KeyError, ValueError, RecursionError) as error:
         raise FaultError(
-            f"What the store holds for the segment of {founder.label} was not written by gradsync: "
-            f"{error!r}."
+            f"What the store holds for the segment of {founder.label} was not written by "
+            f"gradsync: {error!r}."
         ) from error
     return pid, descriptor, size, nonces
+
+
+def _parse_answer(message: bytes, member: Member) -> tuple[str, bool]:
+    """How it went on another rank: the problem, if any, and whether it is a fault."""
+    try:
+        answer = _object(message)
+        problem, is_fault = answer["problem"], answer["is_fault"]
+        if not isinstance(problem, str) or not isinstance(is_fault, bool):
+            raise ValueError("other types")
+    except (TypeError, KeyError, ValueError, RecursionError):
+        return f"{member.label}: its answer in the store was not written by gradsync", True
+    return problem, is_fault
+
+
+def _object(message: bytes) -> dict[str, Any]:
+    if len(message) > LONGEST_MESSAGE:
+        raise ValueError(f"{len(message)} bytes")
+    values = json.loads(message)
+    if not isinstance(values, dict):
+        raise ValueError("no object")
+    return values

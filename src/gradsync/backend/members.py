@@ -7,16 +7,19 @@ checked before it is used: a store may be reached by others than us.
 import json
 import os
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
 from pathlib import Path
 
 from torch._C._distributed_c10d import Store
 
 from gradsync.backend import _native
-from gradsync.errors import FaultError
+from gradsync.errors import DeadlineError, FaultError, PeerLostError
 
 LONGEST_MESSAGE = 4096
+SLICE = timedelta(milliseconds=250)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +67,50 @@ def machine() -> str:
 def exchange(store: Store, own: Member, size: int) -> list[Member]:
     """Tell all ranks of a group who we are; who they are, by rank."""
     store.set(f"member/{own.rank}", json.dumps(asdict(own)))
-    return [parse(store.get(f"member/{rank}"), rank) for rank in range(size)]
+    messages = fetch(store, [f"member/{rank}" for rank in range(size)])
+    return [parse(message, rank) for rank, message in enumerate(messages)]
+
+
+def fetch(store: Store, keys: Sequence[str], watched: Sequence[Member] = ()) -> list[bytes]:
+    """Wait until the store has all of ``keys``, but for nobody of this machine who has ended."""
+    deadline = time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
+    while True:
+        began = time.monotonic()
+        limit = min(SLICE, timedelta(seconds=max(deadline - began, 0.001)))
+        try:
+            store.wait(list(keys), limit)
+        except RuntimeError:
+            for member in watched:
+                if not is_alive(member):
+                    raise PeerLostError(
+                        f"{member.label} has ended while a group with it was made.",
+                        rank=member.rank,
+                        host=member.host,
+                        pid=member.pid,
+                    ) from None
+            if time.monotonic() - began < 0.9 * limit.total_seconds():
+                raise  # it was not for time
+            if time.monotonic() < deadline:
+                continue
+            missing = [key for key in keys if not store.check([key])]
+            raise DeadlineError(
+                f"A group could not be made in time ({store.timeout}): the store still has no "  # type: ignore[attr-defined]
+                f"{', '.join(missing)}. The number is that of a rank, which has not come, has "
+                "ended, or has made groups in another order."
+            ) from None
+        if store.has_extended_api():  # type: ignore[attr-defined]
+            return list(store.multi_get(list(keys)))
+        return [store.get(key) for key in keys]
+
+
+def is_alive(member: Member) -> bool:
+    """Does the process of a member, which is one of this machine, still run?"""
+    try:
+        stat = Path(f"/proc/{member.pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    is_ended = stat.rpartition(")")[2].split()[0] in ("Z", "X")
+    return not is_ended and _native.start_time(member.pid) == member.started
 
 
 def parse(message: bytes, rank: int) -> Member:
@@ -82,7 +128,7 @@ def parse(message: bytes, rank: int) -> Member:
         member = Member(**values)
         if member.rank != rank or member.pid <= 0 or member.started < 0:
             raise ValueError(f"rank {member.rank}, pid {member.pid}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FaultError(
             f"What the store holds for rank {rank} was not written by gradsync: {error}. Do all "
             "ranks run the same version, and does nobody else use the store?"
