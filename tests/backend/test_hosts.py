@@ -244,7 +244,7 @@ def test_a_group_of_one_machine_inside_several_shares_memory(nursery: Nursery) -
 
 def test_ranks_that_differ_in_what_they_call_are_told(nursery: Nursery) -> None:
     def run(rank: int, world: int) -> None:
-        with pytest.raises(FaultError if rank == 2 else RuntimeError, match="same|deadline|gave"):
+        with pytest.raises(FaultError if rank == 2 else RuntimeError, match=r"same|deadline|gave"):
             dist.all_reduce(torch.ones(5 if rank == 0 else 6))
 
     for ending in nursery.run(run, group_timeout=1.5, **machines("aab")):
@@ -277,7 +277,7 @@ def times_of(endings: list[Ending], victim: int) -> list[float]:
     times = []
     for ending in endings:
         if ending.rank != victim:
-            error, began, when, _ = ending.unwrap()
+            _, began, when, _ = ending.unwrap()
             times.append(when - max(began, endings[victim].ended))
     return times
 

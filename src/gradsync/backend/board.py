@@ -28,12 +28,10 @@ KINDS = {kind.__name__: kind for kind in (AbortedError, DeadlineError, FaultErro
 class Board:
     """One group's notices. Every call returns soon, also if the store does not."""
 
-    def __init__(
-        self, store: Store, machine: int, *, is_leader: bool, progress: Callable[[], int]
-    ) -> None:
+    def __init__(self, store: Store, machine: int, *, is_leader: bool) -> None:
+        self.progress = 0  # the number of the collective that this rank has come to
         self._machine = machine
         self._is_leader = is_leader
-        self._progress = progress
         self._given = store
         self._store: Store | None = None
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -89,7 +87,7 @@ class Board:
         """
 
         def ring(store: Store) -> None:
-            store.set(f"here/{self._machine}", str(self._progress()))
+            store.set(f"here/{self._machine}", str(self.progress))
             store.set("alarm", "1")
 
         self._ask(ring, GRACE_SECONDS)
@@ -159,7 +157,7 @@ class Board:
         store = self._connected()
         if not store.check(["alarm"]):
             return False
-        store.set(f"here/{self._machine}", str(self._progress()))
+        store.set(f"here/{self._machine}", str(self.progress))
         deadline = time.monotonic() + 4 * GRACE_SECONDS
         while self._notice is None and time.monotonic() < deadline:
             self._notice = _look(store)

@@ -7,6 +7,7 @@ there when the first tensor of another device comes, and make the engine then. A
 at the same collective, as all ranks have to.
 """
 
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,17 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from gradsync.errors import ArgumentError, StateError
 
 CPU = torch.device("cpu")
+LONGEST_GOODBYE = 0.5  # seconds
+
+
+def let_go(engines: dict[str, Any]) -> None:
+    """Close their connections, which only their end does.
+
+    gloo's end waits for what is under way. Nobody needs to wait for that.
+    """
+    thread = threading.Thread(target=engines.clear, name="gradsync-engines", daemon=True)
+    thread.start()
+    thread.join(LONGEST_GOODBYE)
 
 
 class Engines:
@@ -54,6 +66,7 @@ class Engines:
         self._closed = True
         for engine in self._made.values():
             engine.shutdown()
+        let_go(self._made)
 
     def _make(self, name: str, group: dist.ProcessGroup | None = None) -> Any:
         if self._closed:

@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import (
 
 from gradsync.backend._native import ReduceOp
 from gradsync.backend.board import GRACE_SECONDS, Board
+from gradsync.backend.engines import let_go
 from gradsync.backend.members import Member
 from gradsync.backend.shared_memory import SharedMemory, Started
 from gradsync.backend.work import translate
@@ -129,12 +130,11 @@ class Hierarchy:
         if self._is_leader:
             leaders = PrefixStore("leaders/", store)
             self._leaders = ProcessGroupGloo(leaders, self._here, len(machines), timeout)
-        self._begun = self._issued = self._ended = 0
+        self._issued = self._ended = 0
         self._board = Board(
             PrefixStore("board/", store),
             self._here,
             is_leader=self._is_leader,
-            progress=lambda: self._begun,
         )
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -290,7 +290,7 @@ class Hierarchy:
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
-            self._begun = task.number
+            self._board.progress = task.number
             error = self._broken or self._stop
             if error is None:
                 try:
@@ -321,7 +321,7 @@ class Hierarchy:
         else:
             error = self._board.notice or self._roll_call(task, error)
         self._memory.context.fail(str(error))  # so that nobody on this machine waits for us
-        if isinstance(error, FaultError) and self._stop is None:
+        if self._stop is None:
             self._board.post(error)
         return error
 
@@ -373,13 +373,8 @@ class Hierarchy:
             self.abort()
         self._thread.join()
         self._board.close()
-        # gloo's destructor waits for what is under way; nobody needs to wait for that.
-        rest = [self._leaders]
-        self._leaders = None
-        if self._broken is None and self._stop is None:
-            rest.clear()
-        else:
-            threading.Thread(target=rest.clear, name="gradsync-gloo", daemon=True).start()
+        leaders, self._leaders = {"gloo": self._leaders}, None
+        let_go(leaders)
 
 
 def _chunks(tensor: Tensor) -> list[Tensor]:

@@ -99,13 +99,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._pending_lock = threading.Lock()
         self._memory: SharedMemory | None = None
         self._hierarchy: Hierarchy | None = None
+        self._context: _native.Context | None = None
+        self._notifier = Notifier(self._leave_to_background)
         own = myself(rank, rank if name is None else name)
         self.members = exchange(store, own, size)
         machines = by_machine(self.members)
         local = next(machine for machine in machines if own in machine)
         context = attach(store, own, local)
         self._context = context
-        self._notifier = Notifier(self._leave_to_background)
         if context is not None and len(machines) == 1:
             self._memory = SharedMemory(context, rank, size)
         elif len(machines) > 1:
@@ -527,6 +528,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._notifier.stop()
         self._pending.clear()
         self._engines.shutdown()
+        # The segment goes with the last work that holds it, and does not wait for the collector.
+        self._context = self._memory = self._hierarchy = None
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):

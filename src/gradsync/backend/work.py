@@ -168,6 +168,10 @@ class SharedMemoryWork(dist.Work):
         try:
             self.wait()
         except Exception as error:
+            # The future would keep us, by the frames of the error, and we keep the future.
+            for each in (error, error.__cause__, error.__context__):
+                if each is not None:
+                    each.__traceback__ = None
             self._future.set_exception(error)  # type: ignore[arg-type]
         else:
             self._future.set_result(self._outputs)
