@@ -45,6 +45,7 @@ void Collectives::post(Op& op) {
   probe(Phase::kPost);
   op.turn = turn_++;
   members_.announcement(members_.rank(), op.announcement.sequence) = op.announcement;
+  members_.line(members_.rank()).last.store(op.announcement.sequence, std::memory_order_relaxed);
   if (is_small(op)) write(op, 0, op.turn);
   if (op.announcement.kind == Kind::kAllToAll) announce_pieces(op);
   op.first_tick = members_.clock() + 1;
@@ -182,6 +183,7 @@ void Collectives::read(Op& op, std::size_t round, unsigned turn) {
   const std::size_t begin = round * capacity;
   const std::size_t all = bytes_of(op);
   const std::size_t bytes = begin < all ? std::min(capacity, all - begin) : 0;
+  if (bytes == 0 && a.kind != Kind::kAllToAll) return;  // an empty tensor may have no address
   switch (a.kind) {
     case Kind::kBroadcast:
       if (own != a.root) std::memcpy(op.targets[0] + begin, members_.in(a.root, turn), bytes);

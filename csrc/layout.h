@@ -49,6 +49,7 @@ struct alignas(kAlignment) Line {
   std::atomic<std::uint32_t> sleepers;  // who wait for the clock
   std::atomic<State> state;
   std::atomic<std::int32_t> blames;     // kFailed: the rank that it lost, or -1
+  std::atomic<std::uint64_t> last;      // the number of its last announcement, for messages of others
   char reason[480];                     // kFailed: what it said, written before the state
   alignas(64) Announcement announcements[2];
   // Point to point: rung whenever a channel from or to this rank has moved.

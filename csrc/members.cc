@@ -147,11 +147,9 @@ void Members::give_up(const Errand& errand, const std::vector<int>& missing) con
   for (std::size_t i = 0; i < missing.size(); ++i) {
     const Line& other = line(missing[i]);
     ranks.push_back(peers_[static_cast<std::size_t>(missing[i])].rank);
-    const std::uint64_t last =
-        std::max(other.announcements[0].sequence, other.announcements[1].sequence);
     text += (i ? ", " : "") + label(missing[i]);
     if (!is_point_to_point(errand.announcement->kind)) {
-      text += ", whose last collective was " + std::to_string(last);
+      text += ", whose last collective was " + std::to_string(other.last.load(std::memory_order_relaxed));
     }
   }
   throw DeadlineError(text + '.', ranks);
