@@ -1,0 +1,418 @@
+"""Checks the protocol of csrc by trying every interleaving of its ranks, for small programs.
+
+A rank is a list of steps, each as large as one access to shared memory. Nothing in shared memory has
+two writers, so what it holds follows from how far its owner is, and the state of the whole is
+where each rank stands. `explore` visits all of them and fails on the first in which
+
+- a rank finds in a slot anything but the data of its collective, written to the end, when it begins to
+  read or when it ends (so nobody writes what another reads, and nobody reads too early or too late),
+- a rank takes a peer for lost that had done all it was waited for,
+- nobody can go on though somebody has not ended, or the ranks could go on for ever.
+
+docs/shared-memory.md tells the protocol; protocol.pml is the same model for spin. Run as a script, this
+checks the scenarios below and prints how many states they have: `make model`.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+WRITING = "being written"
+
+# ------------------------------------------------------------------------------- what ranks do
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The protocol, or one with a mistake in it that the checker has to find."""
+
+    in_slots: int = 2
+    out_slots: int = 2
+    announcements: int = 2
+    awaits_rounds: bool = True  # of an exchange
+    awaits_chunks: bool = True  # of a reduction through slots
+    announces_end: bool = True  # of a reduction in place
+    all_take_a_turn: bool = True  # also where ranks disagree
+    wakes: bool = True
+    wakes_after_tick: bool = True
+    sleeps_only_on_seen: bool = True
+    looks_for_the_gone: bool = True
+    looks_for_the_gone_first: bool = True  # and then at their clocks
+
+
+RIGHT = Variant()
+
+
+@dataclass
+class Program:
+    """The steps of one rank. A step is (what, ...); slots are named by kind and number."""
+
+    rank: int
+    world: int
+    variant: Variant
+    steps: list[tuple] = field(default_factory=list)
+    clock: int = 0
+    turn: int = 0
+    sequence: int = 0
+
+    # Each method is one in collectives.cc.
+
+    def write(self, **tags: object) -> None:
+        slots = {name.replace("_", ""): tag for name, tag in tags.items()}
+        self.steps += [("begin", tuple(slots)), ("end", tuple(slots.items()))]
+
+    def read(self, slot: str, tags: Callable[[int], object]) -> None:
+        expected = tuple((peer, tags(peer)) for peer in range(self.world) if peer != self.rank)
+        self.steps += [("check", slot, expected)] * 2  # as reading begins, and as it ends
+
+    def tick(self) -> None:
+        self.clock += 1
+        steps = [("tick",), ("ring",)]
+        self.steps += steps if self.variant.wakes_after_tick else steps[::-1]
+
+    def wait(self) -> None:
+        self.steps.append(("await", self.clock))
+
+    def post(self, kind: Callable[[int], str], slot: str | None = None) -> None:
+        """Announce the next collective; kinds may differ, and are what each rank takes it for."""
+        self.sequence += 1
+        number = self.sequence
+        place = f"announcement{number % self.variant.announcements}"
+        tags: dict[str, object] = {place: (number, kind(self.rank))}
+        if slot is not None:
+            tags[slot] = (number, 0)
+        self.write(**tags)
+        self.tick()
+        self.wait()
+        self.read(place, lambda peer: (number, kind(peer)))
+
+    def next_turn(self) -> int:
+        self.turn += 1
+        return self.turn - 1
+
+    def in_slot(self, turn: int) -> str:
+        return f"in{turn % self.variant.in_slots}"
+
+    def out_slot(self, turn: int) -> str:
+        return f"out{turn % self.variant.out_slots}"
+
+    # Collectives.
+
+    def small(self) -> None:
+        slot = self.in_slot(self.next_turn())
+        self.post(lambda _: "small", slot)
+        number = self.sequence
+        self.read(slot, lambda _: (number, 0))
+
+    def exchange(self, rounds: int) -> None:
+        self.next_turn()
+        self.post(lambda _: "exchange")
+        self._rounds(rounds)
+
+    def all_to_all(self, rounds: int) -> None:
+        """Tells the sizes of its pieces in the slot of the turn that it takes as it is posted."""
+        slot = self.in_slot(self.next_turn())
+        self.post(lambda _: "all_to_all", slot)
+        number = self.sequence
+        self.read(slot, lambda _: (number, 0))
+        self._rounds(rounds)
+
+    def _rounds(self, rounds: int) -> None:
+        number = self.sequence
+        for each in range(1, rounds + 1):
+            slot = self.in_slot(self.next_turn())
+            self.write(**{slot: (number, each)})
+            self.tick()
+            if self.variant.awaits_rounds:
+                self.wait()
+            self.read(slot, lambda _, each=each: (number, each))
+
+    def through_slots(self, chunks: int) -> None:
+        self.next_turn()
+        self.post(lambda _: "through slots")
+        number = self.sequence
+        for chunk in range(1, chunks + 2):
+            turn = self.next_turn()
+            if chunk <= chunks:
+                self.write(**{self.in_slot(turn): (number, chunk)})
+            self.tick()
+            if self.variant.awaits_chunks:
+                self.wait()
+            if chunk > 1:
+                self.read(self.out_slot(turn - 1), lambda _, of=chunk - 1: (number, of))
+            if chunk <= chunks:
+                self.read(self.in_slot(turn), lambda _, of=chunk: (number, of))
+                self.write(**{self.out_slot(turn): (number, chunk)})
+
+    def in_place(self, *, new: bool = False) -> None:
+        """The caller fills its memory, ranks reduce their shares of all memories, it reads."""
+        self.write(memory=self.sequence + 1)
+        self.next_turn()
+        self.post(lambda _: "in place")
+        number = self.sequence
+        if new:  # memory that was never seen: all tell whether they could map it
+            self._rounds(1)
+        self.steps.append(("begin", ("share",)))
+        self.read("memory", lambda _: number)  # and writes it: nobody else may touch it meanwhile
+        self.steps.append(("end", (("share", number),)))
+        self.tick()
+        if self.variant.announces_end:
+            self.wait()
+        self.read("share", lambda _: number)
+
+    def mismatch(self, other: int) -> None:
+        """Rank ``other`` asks for something large, the others for something small: all throw."""
+        is_other = self.rank == other
+        slot = None
+        if not is_other or self.variant.all_take_a_turn:
+            slot = self.in_slot(self.next_turn())
+        self.post(lambda rank: "large" if rank == other else "small", None if is_other else slot)
+
+
+OPS: dict[str, Callable[[Program], None]] = {
+    "small": Program.small,
+    "exchange": lambda program: program.exchange(1),
+    "exchange of 2 rounds": lambda program: program.exchange(2),
+    "all to all": lambda program: program.all_to_all(1),
+    "reduction of 1 chunk": lambda program: program.through_slots(1),
+    "reduction of 2 chunks": lambda program: program.through_slots(2),
+    "reduction of 3 chunks": lambda program: program.through_slots(3),
+    "reduction in place": Program.in_place,
+    "reduction in new memory": lambda program: program.in_place(new=True),
+    "mismatch": lambda program: program.mismatch(0),
+}
+
+
+# ------------------------------------------------------------------------------- all interleavings
+
+ALIVE, DEAD, LEFT, LOST = range(4)
+LOAD, LOOK, JUDGE, ADD, SLEEP, ASLEEP, SUBTRACT = range(7)  # of a wait, see sync.cc and members.cc
+
+# Where a rank stands: its next step; and in a wait for whom, what next, the clock that it saw, and
+# who was gone when it looked.
+Stand = tuple[int, int, int, int, int, int]
+
+
+class ProtocolError(AssertionError):
+    """The protocol is wrong; the message tells the last steps that led there."""
+
+
+class Checker:
+    """All states of ranks that run ``ops`` one after the other and then leave."""
+
+    def __init__(
+        self, world: int, ops: Iterable[str], variant: Variant = RIGHT, victim: int | None = None
+    ) -> None:
+        self.world = world
+        self.variant = variant
+        self.victim = victim  # may be killed at any time
+        self.steps, self.clocks, self.contents = [], [], []
+        names = list(ops)
+        for rank in range(world):
+            program = Program(rank, world, variant)
+            for name in names:
+                OPS[name](program)
+            self.steps.append([*program.steps, ("leave",)])
+            self._tabulate(self.steps[-1])
+
+    def _tabulate(self, steps: list[tuple]) -> None:
+        """What a rank's clock and slots are before each of its steps."""
+        clock, slots = 0, {}
+        clocks, contents = [0], [{}]
+        for step in steps:
+            if step[0] == "tick":
+                clock += 1
+            elif step[0] == "begin":
+                slots = slots | dict.fromkeys(step[1], WRITING)
+            elif step[0] == "end":
+                slots = slots | dict(step[1])
+            clocks.append(clock)
+            contents.append(slots)
+        self.clocks.append(clocks)
+        self.contents.append(contents)
+
+    def explore(self) -> int:
+        """Visit all states; how many there are."""
+        start: tuple[Stand, ...] = tuple((0, 0, LOAD, 0, 0, ALIVE) for _ in range(self.world))
+        on_path, finished = {start}, set()
+        path = [(start, iter(self._next(start)))]
+        try:
+            while path:
+                state, following = path[-1]
+                after = next(following, None)
+                if after is None:
+                    on_path.discard(state)
+                    finished.add(state)
+                    path.pop()
+                elif after in on_path:
+                    raise ProtocolError("the ranks can go on for ever")
+                elif after not in finished:
+                    on_path.add(after)
+                    path.append((after, iter(self._next(after))))
+        except ProtocolError as error:
+            raise ProtocolError(f"{error}\n{self._trace(path)}") from None
+        return len(finished)
+
+    def _next(self, state: tuple[Stand, ...]) -> list[tuple[Stand, ...]]:
+        following = []
+        for rank in range(self.world):
+            if state[rank][5] != ALIVE:
+                continue
+            after = self._move(state, rank)
+            if after is not None:
+                following.append(after)
+            if rank == self.victim:
+                following.append(_with(state, rank, (*state[rank][:5], DEAD)))
+        if not following and any(stand[5] == ALIVE for stand in state):
+            waiting = [rank for rank in range(self.world) if state[rank][5] == ALIVE]
+            raise ProtocolError(f"nobody can go on, and ranks {waiting} have not ended")
+        return following
+
+    def _move(self, state: tuple[Stand, ...], rank: int) -> tuple[Stand, ...] | None:
+        at = state[rank][0]
+        step = self.steps[rank][at]
+        if step[0] == "await":
+            return self._move_in_wait(state, rank, step[1])
+        if step[0] == "check":
+            for peer, tag in step[2]:
+                found = self.contents[peer][state[peer][0]].get(step[1])
+                if found != tag:
+                    raise ProtocolError(
+                        f"rank {rank} reads {step[1]} of rank {peer} and finds {found}, not {tag}"
+                    )
+        if step[0] == "leave":
+            state = self._wake(state, rank)
+            return _with(state, rank, (at, 0, LOAD, 0, 0, LEFT))
+        if step[0] == "ring" and self.variant.wakes and self._has_sleepers(state, rank):
+            state = self._wake(state, rank)
+        return _with(state, rank, (at + 1, 0, LOAD, 0, 0, ALIVE))
+
+    def _move_in_wait(
+        self, state: tuple[Stand, ...], rank: int, tick: int
+    ) -> tuple[Stand, ...] | None:
+        at, index, phase, seen, gone, _ = state[rank]
+        if index == self.world or (index == self.world - 1 and index == rank):
+            return _with(state, rank, (at + 1, 0, LOAD, 0, 0, ALIVE))
+        if index == rank:
+            index += 1
+        clock = self.clocks[index][state[index][0]]
+        if phase == LOAD:
+            if clock >= tick:
+                after = (at, index + 1, LOAD, 0, 0, ALIVE)
+            elif self.variant.looks_for_the_gone:
+                after = (at, index, LOOK, clock, 0, ALIVE)
+            else:
+                after = (at, index, ADD, clock, 0, ALIVE)
+        elif phase == LOOK:
+            if self.variant.looks_for_the_gone_first:
+                found = self._mask(state, lambda peer: state[peer][5] != ALIVE)
+            else:
+                found = self._mask(state, lambda peer: not self._reached(state, peer, tick))
+            after = (at, index, JUDGE, seen, found, ALIVE)
+        elif phase == JUDGE:
+            if self.variant.looks_for_the_gone_first:
+                found = gone & self._mask(state, lambda peer: not self._reached(state, peer, tick))
+            else:
+                found = gone & self._mask(state, lambda peer: state[peer][5] != ALIVE)
+            if found:
+                return self._give_up(state, rank, tick, found)
+            after = (at, index, ADD, seen, 0, ALIVE)
+        elif phase == ADD:
+            after = (at, index, SLEEP, seen, 0, ALIVE)
+        elif phase == SLEEP:  # the kernel compares and goes to sleep in one step
+            sleeps = clock == seen or not self.variant.sleeps_only_on_seen
+            after = (at, index, ASLEEP if sleeps else SUBTRACT, seen, 0, ALIVE)
+        elif phase == ASLEEP:
+            # It also wakes after a while by itself. That has to matter only if a rank is gone: one
+            # that it needs, or one that died between its tick and the ring.
+            def is_of_use(peer: int) -> bool:
+                is_missed = not self._reached(state, peer, tick)
+                return state[peer][5] != ALIVE and (is_missed or (peer == index and clock != seen))
+
+            if not self._mask(state, is_of_use):
+                return None
+            after = (at, index, SUBTRACT, seen, 0, ALIVE)
+        else:
+            after = (at, index, LOAD, 0, 0, ALIVE)
+        return _with(state, rank, after)
+
+    def _give_up(
+        self, state: tuple[Stand, ...], rank: int, tick: int, found: int
+    ) -> tuple[Stand, ...]:
+        for peer in range(self.world):
+            if found >> peer & 1 and self._reached(state, peer, tick):
+                raise ProtocolError(f"rank {rank} takes rank {peer} for lost, which had come")
+        state = self._wake(state, rank)
+        return _with(state, rank, (*state[rank][:5], LOST))
+
+    def _reached(self, state: tuple[Stand, ...], peer: int, tick: int) -> bool:
+        return self.clocks[peer][state[peer][0]] >= tick
+
+    def _mask(self, state: tuple[Stand, ...], is_in: Callable[[int], bool]) -> int:
+        return sum(1 << peer for peer in range(self.world) if is_in(peer))
+
+    def _has_sleepers(self, state: tuple[Stand, ...], rank: int) -> bool:
+        """Is the count of those who (are about to) sleep on this rank's clock not 0?"""
+        return any(
+            stand[1] == rank and stand[2] in (SLEEP, ASLEEP, SUBTRACT) for stand in state
+        )  # a dead one's too: it stays counted
+
+    def _wake(self, state: tuple[Stand, ...], rank: int) -> tuple[Stand, ...]:
+        return tuple(
+            (*stand[:2], SUBTRACT, *stand[3:])
+            if stand[1] == rank and stand[2] == ASLEEP and stand[5] == ALIVE
+            else stand
+            for stand in state
+        )
+
+    def _trace(self, path: list) -> str:
+        lines = []
+        for (before, _), (after, _) in zip(path[-16:-1], path[-15:], strict=True):
+            rank = next(r for r in range(self.world) if before[r] != after[r])
+            phase = ["load", "look", "judge", "add", "sleep", "asleep", "subtract"][before[rank][2]]
+            step = self.steps[rank][before[rank][0]]
+            fate = ["", " dies", " leaves", " gives up"][after[rank][5]]
+            lines.append(f"  rank {rank}: {step} {phase if step[0] == 'await' else ''}{fate}")
+        return "\n".join(lines)
+
+
+def _with(state: tuple[Stand, ...], rank: int, stand: Stand) -> tuple[Stand, ...]:
+    return (*state[:rank], stand, *state[rank + 1 :])
+
+
+# ------------------------------------------------------------------------------- what is checked
+
+SMALL = ("small", "small", "small")
+SCENARIOS: dict[str, tuple[str, ...]] = {
+    "small ones": (*SMALL, "small"),
+    "small, then through slots, then small": ("small", "reduction of 2 chunks", "small"),
+    "through slots twice": ("reduction of 2 chunks", "reduction of 1 chunk"),
+    "many chunks": ("reduction of 3 chunks",),
+    "exchanges": ("small", "exchange of 2 rounds", "exchange", "small"),
+    "all to all": ("all to all", "small", "all to all"),
+    "in place": ("reduction in place", "reduction in place", "small"),
+    "in new memory": ("reduction in new memory", "reduction of 1 chunk"),
+    "disagreement": ("mismatch", "small", "mismatch", "exchange"),
+    "disagreement, then through slots": ("mismatch", "reduction of 1 chunk"),
+}
+
+
+def main() -> int:
+    total = 0
+    began = time.monotonic()
+    for world in (2, 3):
+        for name, ops in SCENARIOS.items():
+            for victim in (None, 0, world - 1):
+                start = time.monotonic()
+                count = Checker(world, ops, victim=victim).explore()
+                total += count
+                who = "nobody dies" if victim is None else f"rank {victim} may die"
+                took = time.monotonic() - start
+                print(f"{world} ranks, {name}, {who}: {count} states, {took:.1f} s", flush=True)
+    print(f"{total} states, no error, {time.monotonic() - began:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

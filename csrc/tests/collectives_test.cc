@@ -1,0 +1,310 @@
+// Collectives between ranks that are threads, each result against one computed alone.
+#include <random>
+
+#include "ranks.h"
+
+using namespace gradsync;
+
+namespace {
+
+// What rank r has in element i of its s-th collective; small whole numbers, so that all sums are exact.
+float value(int rank, std::uint64_t seed, std::size_t i) {
+  return static_cast<float>((seed * 31 + static_cast<std::uint64_t>(rank) * 7 + i * 3) % 23);
+}
+
+std::vector<float> filled(int rank, std::uint64_t seed, std::size_t count) {
+  std::vector<float> data(count);
+  for (std::size_t i = 0; i < count; ++i) data[i] = value(rank, seed, i);
+  return data;
+}
+
+float sum(int world, std::uint64_t seed, std::size_t i) {
+  float total = 0;
+  for (int rank = 0; rank < world; ++rank) total += value(rank, seed, i);
+  return total;
+}
+
+// An operation under way, with its memory and what is to come out of it.
+struct Pending {
+  std::vector<std::vector<float>> memory;
+  std::shared_ptr<Allocation> symmetric;
+  OpPtr op;
+  std::function<bool()> is_right;
+  bool is_settled = false;
+};
+
+using PendingPtr = std::shared_ptr<Pending>;
+
+PendingPtr begin(Context& context, Kind kind, std::size_t count, int root, std::uint64_t seed,
+                 std::shared_ptr<Allocation> symmetric, bool in_background) {
+  const int rank = context.members().rank();
+  const int world = context.members().world();
+  auto pending = std::make_shared<Pending>();
+  Pending& p = *pending;
+  const auto pieces = [&](int at) {  // one for each rank, all different
+    for (int to = 0; to < world; ++to) p.memory.push_back(filled(at, seed + static_cast<std::uint64_t>(to) * 101, count));
+  };
+  const auto room = [&](int of) {
+    for (int i = 0; i < of; ++i) p.memory.emplace_back(count, -1.0f);
+  };
+  const auto addresses = [&](std::size_t from, std::size_t until) {
+    std::vector<void*> result;
+    for (std::size_t i = from; i < until; ++i) result.push_back(p.memory[i].data());
+    return result;
+  };
+  const auto constant = [](const std::vector<void*>& from) { return std::vector<const void*>(from.begin(), from.end()); };
+  const std::size_t n = static_cast<std::size_t>(world);
+  const auto all = [count](std::function<bool(std::size_t)> good) {
+    for (std::size_t i = 0; i < count; ++i) {
+      if (!good(i)) return false;
+    }
+    return true;
+  };
+  switch (kind) {
+    case Kind::kAllReduce: {
+      p.memory.push_back(filled(rank, seed, count));
+      float* data = p.memory[0].data();
+      if (symmetric != nullptr) {
+        p.symmetric = symmetric;
+        data = reinterpret_cast<float*>(symmetric->segment.data()) + seed % 3 * 16;
+        std::memcpy(data, p.memory[0].data(), count * sizeof(float));
+      }
+      p.op = make_op(kind, DType::kFloat32, ReduceOp::kSum, -1, count, {data}, {data});
+      p.is_right = [=] { return all([=](std::size_t i) { return data[i] == sum(world, seed, i); }); };
+      break;
+    }
+    case Kind::kReduce: {
+      p.memory.push_back(filled(rank, seed, count));
+      p.op = make_op(kind, DType::kFloat32, ReduceOp::kSum, root, count, {p.memory[0].data()}, {p.memory[0].data()});
+      const float* data = p.memory[0].data();
+      p.is_right = [=] {
+        return all([=](std::size_t i) { return data[i] == (rank == root ? sum(world, seed, i) : value(rank, seed, i)); });
+      };
+      break;
+    }
+    case Kind::kBroadcast: {
+      p.memory.push_back(filled(rank, seed, count));
+      p.op = make_op(kind, DType::kFloat32, ReduceOp::kNone, root, count, {p.memory[0].data()}, {p.memory[0].data()});
+      const float* data = p.memory[0].data();
+      p.is_right = [=] { return all([=](std::size_t i) { return data[i] == value(root, seed, i); }); };
+      break;
+    }
+    case Kind::kAllGather:
+    case Kind::kGather: {
+      p.memory.push_back(filled(rank, seed, count));
+      const bool gets = kind == Kind::kAllGather || rank == root;
+      if (gets) room(world);
+      p.op = make_op(kind, DType::kFloat32, ReduceOp::kNone, kind == Kind::kGather ? root : -1, count,
+                     {p.memory[0].data()}, addresses(1, gets ? n + 1 : 1));
+      Pending* raw = &p;
+      p.is_right = [=] {
+        for (std::size_t from = 1; from < raw->memory.size(); ++from) {
+          const auto& got = raw->memory[from];
+          if (!all([&](std::size_t i) { return got[i] == value(static_cast<int>(from) - 1, seed, i); })) return false;
+        }
+        return true;
+      };
+      break;
+    }
+    case Kind::kReduceScatter: {
+      pieces(rank);
+      room(1);
+      p.op = make_op(kind, DType::kFloat32, ReduceOp::kSum, -1, count, constant(addresses(0, n)), addresses(n, n + 1));
+      const float* data = p.memory[n].data();
+      const std::uint64_t own = seed + static_cast<std::uint64_t>(rank) * 101;
+      p.is_right = [=] { return all([=](std::size_t i) { return data[i] == sum(world, own, i); }); };
+      break;
+    }
+    case Kind::kScatter: {
+      if (rank == root) pieces(root);
+      room(1);
+      const std::size_t last = p.memory.size() - 1;
+      p.op = make_op(kind, DType::kFloat32, ReduceOp::kNone, root, count, constant(addresses(0, last)), addresses(last, last + 1));
+      const float* data = p.memory[last].data();
+      const std::uint64_t own = seed + static_cast<std::uint64_t>(rank) * 101;
+      p.is_right = [=] { return all([=](std::size_t i) { return data[i] == value(root, own, i); }); };
+      break;
+    }
+    case Kind::kAllToAll: {
+      // Rank a gives rank b `count` elements, less what differs between them.
+      const auto length = [=](int a, int b) { return count > 64 ? count - static_cast<std::size_t>((a * 3 + b) % 5) : count; };
+      pieces(rank);
+      room(world);
+      p.op = make_op(kind, DType::kBytes, ReduceOp::kNone, -1, 0, constant(addresses(0, n)), addresses(n, 2 * n));
+      for (int other = 0; other < world; ++other) {
+        p.op->source_bytes.push_back(length(rank, other) * sizeof(float));
+        p.op->target_bytes.push_back(length(other, rank) * sizeof(float));
+      }
+      Pending* raw = &p;
+      const std::uint64_t own = seed + static_cast<std::uint64_t>(rank) * 101;
+      p.is_right = [=] {
+        for (int from = 0; from < world; ++from) {
+          const auto& got = raw->memory[n + static_cast<std::size_t>(from)];
+          for (std::size_t i = 0; i < count; ++i) {
+            if (got[i] != (i < length(from, rank) ? value(from, own, i) : -1.0f)) return false;
+          }
+        }
+        return true;
+      };
+      break;
+    }
+    default:
+      p.op = barrier();
+      p.is_right = [] { return true; };
+  }
+  context.issue(p.op, in_background);
+  return pending;
+}
+
+const Kind kKinds[] = {Kind::kAllReduce, Kind::kReduce, Kind::kBroadcast, Kind::kAllGather, Kind::kReduceScatter,
+                       Kind::kAllToAll, Kind::kGather, Kind::kScatter, Kind::kBarrier};
+
+TEST(every_collective_is_right_at_every_size) {
+  // Around nothing, a cache line, what is small, a slot, and several slots.
+  const std::size_t sizes[] = {0, 1, 31, 33, kSmallBytes / 4, kSmallBytes / 4 + 1, kSlotBytes / 4,
+                               kSlotBytes / 4 + 1, 3 * kSlotBytes / 4 + 5};
+  for (int world = 1; world <= (kSanitized ? 3 : 4); ++world) {
+    Ranks ranks(world);
+    ranks.run([&](int rank, Context& context) {
+      std::uint64_t seed = 0;
+      for (const Kind kind : kKinds) {
+        for (const std::size_t size : sizes) {
+          for (const bool in_background : {false, true}) {
+            ++seed;
+            if (kSanitized && in_background != (seed / 2 % 2 == 0)) continue;
+            const int root = static_cast<int>(seed % static_cast<std::uint64_t>(world));
+            const PendingPtr pending = begin(context, kind, size, root, seed, nullptr, in_background);
+            context.wait(pending->op);
+            if (!pending->is_right()) {
+              check::report("collective", static_cast<int>(kind), "wrong on rank " + std::to_string(rank) + " of " +
+                                std::to_string(world) + " with " + std::to_string(size) + " elements");
+            }
+          }
+        }
+      }
+    });
+  }
+}
+
+// The same random program on all ranks: kinds, sizes, roots, memory, and when each is waited for.
+void run_mixed(int world, std::uint64_t seed, int count) {
+  Ranks ranks(world);
+  ranks.run([&](int rank, Context& context) {
+    std::mt19937_64 engine(seed);
+    std::mt19937_64 own(seed + 1000 + static_cast<std::uint64_t>(rank));  // what ranks may do differently
+    std::vector<PendingPtr> pending;
+    // Two, so that one is reduced while the next is filled.
+    std::shared_ptr<Allocation> memory[2];
+    for (auto& each : memory) each = Registry::of_process().allocate(1 << 20);
+    std::shared_ptr<Pending> user[2];
+    const auto settle = [&](const PendingPtr& one) {
+      context.wait(one->op);
+      if (std::exchange(one->is_settled, true)) return;  // its memory may be in use again
+      CHECK(one->is_right());
+    };
+    for (int i = 0; i < count; ++i) {
+      const Kind kind = kKinds[engine() % 9];
+      const std::size_t limits[] = {8, 3000, 9000, 70000, 200000};
+      const std::size_t size = engine() % limits[engine() % 5];
+      const int root = static_cast<int>(engine() % static_cast<std::uint64_t>(world));
+      const bool symmetric = engine() % 2 == 0;
+      const bool only_some = engine() % 4 == 0;  // not all ranks have it there: through slots then
+      const std::size_t which = engine() % 2;
+      const bool is_async = engine() % 2 == 0;
+      std::shared_ptr<Allocation> place;
+      if (kind == Kind::kAllReduce && symmetric && !(only_some && rank == 0)) {
+        place = memory[which];
+        if (user[which] != nullptr) settle(user[which]);
+      }
+      const PendingPtr one = begin(context, kind, size, root, static_cast<std::uint64_t>(i), place, is_async || own() % 2 == 0);
+      if (place != nullptr) user[which] = one;
+      if (is_async) {
+        pending.push_back(one);
+      } else {
+        settle(one);
+      }
+      while (pending.size() > own() % 6) {  // in any order
+        const std::size_t at = own() % pending.size();
+        settle(pending[at]);
+        pending.erase(pending.begin() + static_cast<std::ptrdiff_t>(at));
+      }
+      if (own() % 16 == 0) context.leave_to_background();
+      if (own() % 64 == 0) memory[1 - which] = Registry::of_process().allocate(1 << 20), user[1 - which] = nullptr;
+    }
+    for (const PendingPtr& one : pending) settle(one);
+    run_now(context, barrier());
+  });
+}
+
+TEST(random_programs_of_collectives_are_right) {
+  for (int world = 2; world <= 4; ++world) {
+    for (std::uint64_t seed = 0; seed < (kSanitized ? 1 : 3); ++seed) run_mixed(world, seed, kSanitized ? 80 : 250);
+  }
+}
+
+TEST(memory_is_reduced_in_place_where_all_ranks_have_it_and_the_counters_say_so) {
+  Ranks ranks(3);
+  ranks.run([&](int, Context& context) {
+    const auto memory = Registry::of_process().allocate(1 << 20);
+    for (std::uint64_t seed = 0; seed < 4; ++seed) {
+      const PendingPtr one = begin(context, Kind::kAllReduce, 100000, 0, seed, memory, seed % 2 == 0);
+      context.wait(one->op);
+      CHECK(one->is_right());
+    }
+    const PendingPtr other = begin(context, Kind::kAllReduce, 100000, 0, 9, nullptr, false);
+    context.wait(other->op);
+    CHECK_EQUAL(context.counters().symmetric.load(), 4u);
+    CHECK_EQUAL(context.counters().copied.load(), 1u);
+  });
+}
+
+TEST(more_allocations_than_are_remembered_are_mapped_anew) {
+  Ranks ranks(2);
+  ranks.run([&](int, Context& context) {
+    std::vector<std::shared_ptr<Allocation>> all;
+    for (int i = 0; i < 258; ++i) all.push_back(Registry::of_process().allocate(64 * 1024));
+    for (std::uint64_t round = 0; round < 2; ++round) {
+      for (std::size_t i = 0; i < all.size(); ++i) {
+        const PendingPtr one = begin(context, Kind::kAllReduce, 10000, 0, i, all[i], false);
+        context.wait(one->op);
+        CHECK(one->is_right());
+      }
+    }
+    CHECK_EQUAL(context.counters().symmetric.load(), 516u);
+  });
+}
+
+// Every kind of disagreement is an error on all ranks, and the group goes on.
+TEST(ranks_that_disagree_all_hear_of_it_and_the_group_goes_on) {
+  for (int world = 2; world <= 3; ++world) {
+    Ranks ranks(world);
+    ranks.run([&](int rank, Context& context) {
+      for (int round = 0; round < 20; ++round) {
+        std::vector<float> small(10), large(100000);
+        const bool other = rank == round % world;
+        OpPtr op;
+        switch (round % 6) {
+          case 0: op = other ? all_reduce(large) : all_reduce(small); break;
+          case 1: op = other ? barrier() : all_reduce(large); break;
+          case 2: op = all_reduce(small, 60, other ? ReduceOp::kMax : ReduceOp::kSum); break;
+          case 3: op = make_op(Kind::kBroadcast, DType::kFloat32, ReduceOp::kNone, other ? 0 : 1, 10, {small.data()}, {small.data()}); break;
+          case 4: op = make_op(Kind::kBroadcast, other ? DType::kInt32 : DType::kFloat32, ReduceOp::kNone, 0, 100000, {large.data()}, {large.data()}); break;
+          default: {
+            std::vector<const void*> from(static_cast<std::size_t>(world), large.data());
+            std::vector<void*> to(static_cast<std::size_t>(world), large.data());
+            op = make_op(Kind::kAllToAll, DType::kBytes, ReduceOp::kNone, -1, 0, from, to);
+            op->source_bytes.assign(static_cast<std::size_t>(world), 8);
+            op->target_bytes.assign(static_cast<std::size_t>(world), other ? 16 : 8);
+          }
+        }
+        const std::string text = CHECK_THROWS(MismatchError, run_now(context, op));
+        CHECK(check::contains(text, "is not the same on all ranks") && check::contains(text, "rank "));
+        const PendingPtr good = begin(context, Kind::kAllReduce, round % 2 ? 100000 : 5, 0, static_cast<std::uint64_t>(round), nullptr, false);
+        context.wait(good->op);
+        CHECK(good->is_right());
+      }
+    });
+  }
+}
+
+}  // namespace

@@ -1,0 +1,273 @@
+// Messages between ranks that are threads.
+#include <random>
+
+#include "ranks.h"
+
+using namespace gradsync;
+using namespace std::chrono_literals;
+
+namespace {
+
+std::vector<std::byte> bytes(std::size_t count, unsigned seed) {
+  std::vector<std::byte> data(count);
+  for (std::size_t i = 0; i < count; ++i) data[i] = static_cast<std::byte>(i * 7 + seed);
+  return data;
+}
+
+MessagePtr start_send(Context& context, int to, int tag, std::vector<std::byte>& data, double seconds = 60) {
+  const MessagePtr message = make_message(Kind::kSend, to, tag, data.data(), data.size(), seconds);
+  context.issue(message, true);
+  return message;
+}
+
+MessagePtr start_receive(Context& context, int from, int tag, std::vector<std::byte>& data, double seconds = 60) {
+  const MessagePtr message = make_message(Kind::kRecv, from, tag, data.data(), data.size(), seconds);
+  context.issue(message, true);
+  return message;
+}
+
+TEST(messages_of_every_size_arrive_in_order_and_whole) {
+  const std::size_t sizes[] = {0, 1, 15, 16, 17, 4096, kMaxChannelBytes - 16, kMaxChannelBytes,
+                               kMaxChannelBytes + 1, 300001};
+  Ranks ranks(2);
+  ranks.run([&](int rank, Context& context) {
+    for (unsigned round = 0; round < 3; ++round) {
+      for (const std::size_t size : sizes) {
+        const auto right = bytes(size, round);
+        if (rank == 0) {
+          auto data = right;
+          context.wait(start_send(context, 1, 0, data));
+        } else {
+          std::vector<std::byte> data(size);
+          const MessagePtr message = start_receive(context, 0, 0, data);
+          context.wait(message);
+          CHECK(data == right);
+          CHECK_EQUAL(message->source, 0);
+        }
+      }
+    }
+  });
+}
+
+TEST(messages_with_other_tags_do_not_stand_in_the_way) {
+  Ranks ranks(2);
+  ranks.run([&](int rank, Context& context) {
+    constexpr int kCount = 20;
+    std::vector<std::vector<std::byte>> data;
+    std::vector<MessagePtr> messages;
+    for (int i = 0; i < kCount; ++i) data.push_back(rank == 0 ? bytes(10000u + static_cast<unsigned>(i), static_cast<unsigned>(i)) : std::vector<std::byte>(10000u + static_cast<unsigned>(i)));
+    for (int i = 0; i < kCount; ++i) {
+      const int tag = rank == 0 ? i : kCount - 1 - i;  // the last one first
+      auto& place = data[static_cast<std::size_t>(tag)];
+      messages.push_back(rank == 0 ? start_send(context, 1, tag, place) : start_receive(context, 0, tag, place));
+      if (rank == 1) context.wait(messages.back());
+    }
+    for (const auto& message : messages) context.wait(message);
+    if (rank == 1) {
+      for (int i = 0; i < kCount; ++i) {
+        CHECK(data[static_cast<std::size_t>(i)] == bytes(10000u + static_cast<unsigned>(i), static_cast<unsigned>(i)));
+      }
+    }
+  });
+}
+
+TEST(a_receiver_from_anywhere_gets_each_message_once_and_knows_whose_it_is) {
+  constexpr int kWorld = 4;
+  Ranks ranks(kWorld);
+  ranks.run([&](int rank, Context& context) {
+    if (rank != 0) {
+      auto data = bytes(100000, static_cast<unsigned>(rank));
+      context.wait(start_send(context, 0, 5, data));
+      return;
+    }
+    std::vector<bool> seen(kWorld);
+    for (int i = 1; i < kWorld; ++i) {
+      std::vector<std::byte> data(100000);
+      const MessagePtr message = start_receive(context, kAnySource, 5, data);
+      context.wait(message);
+      CHECK(message->source > 0 && !seen[static_cast<std::size_t>(message->source)]);
+      seen[static_cast<std::size_t>(message->source)] = true;
+      CHECK(data == bytes(100000, static_cast<unsigned>(message->source)));
+    }
+  });
+}
+
+TEST(everybody_sends_to_everybody_at_once_with_collectives_in_between) {
+  for (int world = 2; world <= 4; ++world) {
+    Ranks ranks(world);
+    ranks.run([&](int rank, Context& context) {
+      std::mt19937_64 engine(static_cast<unsigned>(world));
+      for (unsigned round = 0; round < (kSanitized ? 15u : 60u); ++round) {
+        const std::size_t size = engine() % (round % 3 ? 2000 : 200000);
+        std::vector<std::vector<std::byte>> out, in;
+        std::vector<MessagePtr> messages;
+        out.reserve(4), in.reserve(4);
+        for (int other = 0; other < world; ++other) {
+          if (other == rank) continue;
+          out.push_back(bytes(size, round + static_cast<unsigned>(rank)));
+          in.emplace_back(size);
+          messages.push_back(start_send(context, other, 3, out.back()));
+          messages.push_back(start_receive(context, other, 3, in.back()));
+        }
+        std::vector<float> data(round % 2 ? 10 : 20000, static_cast<float>(rank + 1));
+        run_now(context, all_reduce(data));
+        CHECK_EQUAL(data.back(), static_cast<float>(world * (world + 1) / 2));
+        for (const auto& message : messages) context.wait(message);
+        std::size_t at = 0;
+        for (int other = 0; other < world; ++other) {
+          if (other != rank) CHECK(in[at++] == bytes(size, round + static_cast<unsigned>(other)));
+        }
+      }
+    });
+  }
+}
+
+TEST(several_threads_of_a_rank_wait_each_for_its_own_message) {
+  Ranks ranks(2);
+  ranks.run([&](int rank, Context& context) {
+    std::vector<std::thread> threads;
+    for (int tag = 0; tag < 3; ++tag) {
+      threads.emplace_back([&, tag] {
+        for (unsigned round = 0; round < (kSanitized ? 30u : 200u); ++round) {
+          const auto right = bytes(1 + round * 997 % 90000, round + static_cast<unsigned>(tag));
+          std::vector<std::byte> got(right.size());
+          auto data = right;
+          const MessagePtr sent = start_send(context, 1 - rank, tag, data);
+          const MessagePtr received = start_receive(context, 1 - rank, tag, got);
+          context.wait(received);
+          context.wait(sent);
+          CHECK(got == right);
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  });
+}
+
+TEST(a_message_of_another_size_than_expected_is_an_error_and_the_next_one_arrives) {
+  Ranks ranks(2);
+  ranks.run([&](int rank, Context& context) {
+    for (const std::size_t size : {10, 100000}) {
+      auto first = bytes(size, 1), second = bytes(size, 2);
+      if (rank == 0) {
+        const MessagePtr one = start_send(context, 1, 0, first), two = start_send(context, 1, 0, second);
+        context.wait(one);
+        context.wait(two);
+      } else {
+        std::vector<std::byte> wrong(size + 1), good(size);
+        const std::string text = CHECK_THROWS(MismatchError, context.wait(start_receive(context, 0, 0, wrong)));
+        CHECK(check::contains(text, "expects"));
+        context.wait(start_receive(context, 0, 0, good));
+        CHECK(good == second);
+      }
+    }
+  });
+}
+
+TEST(what_a_rank_sent_before_it_left_arrives_and_only_then_is_it_missed) {
+  Ranks ranks(2);
+  auto data = bytes(1000, 3);
+  std::vector<std::byte> got(1000), more(1000);
+  ranks.at(0).wait(start_send(ranks.at(0), 1, 0, data));
+  ranks.at(0).close();
+  ranks.at(1).wait(start_receive(ranks.at(1), 0, 0, got));
+  CHECK(got == data);
+  const std::string text = CHECK_THROWS(PeerLostError, ranks.at(1).wait(start_receive(ranks.at(1), 0, 0, more)));
+  CHECK(check::contains(text, "rank 0 has left the group"));
+}
+
+TEST(who_waits_for_a_message_hears_of_the_end_of_its_sender) {
+  Ranks ranks(3);
+  std::vector<std::byte> a(10), b(10);
+  const MessagePtr from_one = start_receive(ranks.at(0), 1, 0, a);
+  const MessagePtr from_two = start_receive(ranks.at(0), 2, 0, b);
+  std::thread leaver([&] {
+    std::this_thread::sleep_for(30ms);
+    ranks.at(1).close();
+  });
+  CHECK_THROWS(PeerLostError, ranks.at(0).wait(from_one));
+  leaver.join();
+  auto data = bytes(10, 1);
+  ranks.at(2).wait(start_send(ranks.at(2), 0, 0, data));  // the other message is not concerned
+  ranks.at(0).wait(from_two);
+  CHECK(b == data);
+}
+
+TEST(a_message_has_a_deadline_in_both_directions) {
+  Ranks ranks(2);
+  std::vector<std::byte> in(10);
+  auto out = bytes(1000000, 1);
+  const std::string text = CHECK_THROWS(DeadlineError, ranks.at(0).wait(start_receive(ranks.at(0), 1, 0, in, 0.05)));
+  CHECK(check::contains(text, "rank 1"));
+  CHECK_THROWS(DeadlineError, ranks.at(0).wait(start_send(ranks.at(0), 1, 0, out, 0.05)));
+}
+
+// Half of a message is in the channel for good: what came behind it would be taken for the other half.
+TEST(after_a_message_that_was_sent_by_half_no_other_is_mistaken_for_its_rest) {
+  Ranks ranks(2);
+  auto out = bytes(1000000, 1), next = bytes(10, 2);
+  CHECK_THROWS(DeadlineError, ranks.at(0).wait(start_send(ranks.at(0), 1, 0, out, 0.05)));
+  const auto start = Clock::now();
+  CHECK_THROWS(DeadlineError, ranks.at(0).wait(start_send(ranks.at(0), 1, 0, next)));
+  CHECK(Clock::now() - start < 5s);
+  std::vector<std::byte> got(out.size());
+  CHECK_THROWS(DeadlineError, ranks.at(1).wait(start_receive(ranks.at(1), 0, 0, got, 0.05)));
+  // The other direction has nothing to do with it.
+  ranks.at(1).wait(start_send(ranks.at(1), 0, 0, next));
+  std::vector<std::byte> back(10);
+  ranks.at(0).wait(start_receive(ranks.at(0), 1, 0, back));
+  CHECK(back == next);
+}
+
+TEST(abort_ends_messages_here_and_there) {
+  Ranks ranks(2);
+  std::vector<std::byte> a(10), b(10);
+  const MessagePtr here = start_receive(ranks.at(0), 1, 0, a), there = start_receive(ranks.at(1), 0, 0, b);
+  ranks.at(0).abort();
+  CHECK_THROWS(AbortedError, ranks.at(0).wait(here));
+  CHECK_THROWS(AbortedError, ranks.at(1).wait(there));
+  CHECK_THROWS(AbortedError, ranks.at(0).wait(start_receive(ranks.at(0), 1, 0, a)));
+}
+
+TEST(a_message_after_the_end_of_its_group_fails_at_once) {
+  Ranks ranks(2);
+  std::vector<std::byte> data(10);
+  const MessagePtr pending = start_receive(ranks.at(0), 1, 0, data);
+  ranks.at(0).close();
+  CHECK_THROWS(AbortedError, ranks.at(0).wait(pending));
+  CHECK_THROWS(AbortedError, ranks.at(0).wait(start_receive(ranks.at(0), 1, 0, data, 5)));
+  CHECK_THROWS(AbortedError, ranks.at(0).wait(start_send(ranks.at(0), 1, 0, data, 5)));
+}
+
+TEST(a_damaged_channel_is_an_error_of_its_messages_and_not_the_end_of_the_process) {
+  for (const bool is_waited : {true, false}) {
+    Ranks ranks(2);
+    std::vector<std::byte> data(10);
+    const MessagePtr message = start_receive(ranks.at(0), 1, 0, data, 5);
+    ranks.at(1).members().channel(1, 0).written.store(std::uint64_t{1} << 40);
+    Line& line = ranks.at(0).members().line(0);
+    line.bell.fetch_add(1);
+    wake_all(line.bell);
+    for (int i = 0; !is_waited && i < 500 && !message->is_done; ++i) std::this_thread::sleep_for(10ms);
+    CHECK_THROWS(InvalidError, ranks.at(0).wait(message));
+  }
+  Ranks ranks(2);
+  std::vector<std::byte> data(10);
+  Channel& channel = ranks.at(1).members().channel(1, 0);
+  std::memset(reinterpret_cast<std::byte*>(&channel + 1), 0x55, 64);
+  channel.written.store(64);
+  CHECK_THROWS(InvalidError, ranks.at(0).wait(start_receive(ranks.at(0), 1, 0, data, 5)));
+}
+
+TEST(what_interrupts_a_wait_does_not_take_the_message) {
+  Ranks ranks(2);
+  std::vector<std::byte> got(10);
+  const MessagePtr message = start_receive(ranks.at(0), 1, 0, got);
+  CHECK_THROWS(InterruptedError, ranks.at(0).wait(message, [] { return true; }));
+  auto data = bytes(10, 4);
+  ranks.at(1).wait(start_send(ranks.at(1), 0, 0, data));
+  ranks.at(0).wait(message);
+  CHECK(got == data);
+}
+
+}  // namespace
