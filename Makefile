@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint format types imports unit slow conformance \
+.PHONY: help setup demo test lint format types imports unit slow hosts conformance \
 	conformance-backend conformance-update bench-step bench-collectives clean distclean
 
 help: ## Show this list
@@ -56,11 +56,14 @@ imports: $(READY) ## Direction of imports: import-linter
 	$(BIN)/lint-imports --no-logo
 
 unit: $(READY) ## Our tests, without the slow ones (ARGS='-k name' narrows)
-	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+	$(BIN)/python -m pytest -m 'not slow and not hosts' $(ARGS)
 
 slow: $(READY) ## Our slow tests
 	$(BIN)/python -m pytest -m slow $(ARGS) || { code=$$?; \
 		test $$code -eq 5 && echo "make slow: there are no slow tests" || exit $$code; }
+
+hosts: $(READY) ## Several hosts, as network namespaces (needs root and iproute2)
+	$(BIN)/python -m pytest -m hosts $(ARGS)
 
 conformance: $(READY) ## PyTorch's own DDP tests on our class (DDP=module:Class for another)
 	@rm -rf .work/conformance
