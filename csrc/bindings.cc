@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <cmath>
+#include <optional>
 
 #include "context.h"
 #include "probe.h"
@@ -58,6 +59,28 @@ struct Handle {
 };
 using OpHandle = Handle<Op>;
 using MessageHandle = Handle<Message>;
+
+// The one that has to be quick: an all-reduce in place, which is waited for here if `waits`.
+std::optional<OpHandle> all_reduce(const std::shared_ptr<Context>& context, Address address,
+                                   std::uint64_t count, int dtype, int op, double seconds,
+                                   bool waits) {
+  auto request = std::make_shared<Op>();
+  request->announcement.kind = Kind::kAllReduce;
+  request->announcement.dtype = static_cast<DType>(dtype);
+  request->announcement.op = static_cast<ReduceOp>(op);
+  request->announcement.count = count;
+  if (!can_reduce(request->announcement.dtype, request->announcement.op)) {
+    throw InvalidError(std::string(name_of(request->announcement.op)) + " is not defined for " +
+                       name_of(request->announcement.dtype));
+  }
+  request->sources = {reinterpret_cast<const std::byte*>(address)};
+  request->targets = {reinterpret_cast<std::byte*>(address)};
+  request->deadline = after(seconds);
+  context->issue(request, !waits);
+  if (!waits) return OpHandle{context, request};
+  wait(*context, request);
+  return std::nullopt;
+}
 
 OpHandle collective(const std::shared_ptr<Context>& context, Kind kind, DType dtype, ReduceOp op,
                     int root, std::uint64_t count, const std::vector<Address>& sources,
@@ -244,6 +267,8 @@ PYBIND11_MODULE(_native, module) {
            py::arg("root"), py::arg("count"), py::arg("sources"), py::arg("targets"),
            py::arg("source_bytes"), py::arg("target_bytes"), py::arg("seconds"),
            py::arg("in_background"))
+      .def("all_reduce", &all_reduce, py::arg("address"), py::arg("count"), py::arg("dtype"),
+           py::arg("op"), py::arg("seconds"), py::arg("waits"))
       .def("message", &message, py::arg("kind"), py::arg("address"), py::arg("bytes"),
            py::arg("other"), py::arg("tag"), py::arg("seconds"), py::arg("in_background"))
       .def("ticket", [](Context& self) {

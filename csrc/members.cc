@@ -80,11 +80,18 @@ void Members::await(std::uint32_t tick, const Errand& errand, const Patience& pa
     if (peer == rank_) continue;
     Line& other = line(peer);
     Spin spinning(patience.spin);
+    bool has_slept = false;
     while (true) {
       const std::uint32_t seen = other.clock.load(std::memory_order_acquire);
       if (reached(seen, tick)) break;
       if (aborted()) throw AbortedError(name_of(errand) + " was aborted.");
       if (spinning.again()) continue;
+      const auto left = errand.deadline - Clock::now();
+      if (!has_slept) {  // most waits end with the first sleep: questions cost more than that
+        has_slept = true;
+        sleep_on(other.clock, seen, other.sleepers, std::min<Clock::duration>(kSlice, left));
+        continue;
+      }
       if (patience.interrupted && patience.interrupted()) {
         throw InterruptedError(name_of(errand) + " was interrupted.");
       }
@@ -100,7 +107,6 @@ void Members::await(std::uint32_t tick, const Errand& errand, const Patience& pa
         missing.push_back(each);
       }
       if (aborter >= 0 && !missing.empty()) check(aborter, errand);  // though it may have come itself
-      const auto left = errand.deadline - Clock::now();
       if (left <= left.zero() && !missing.empty()) give_up(errand, missing);
       sleep_on(other.clock, seen, other.sleepers, std::min<Clock::duration>(kSlice, left));
     }

@@ -119,6 +119,9 @@ class Context:
         seconds: float,
         in_background: bool,
     ) -> Op: ...
+    def all_reduce(
+        self, address: int, count: int, dtype: int, op: int, seconds: float, waits: bool
+    ) -> Op | None: ...
     def message(
         self,
         kind: Kind,
