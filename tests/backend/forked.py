@@ -265,7 +265,8 @@ class _Brood:
             _, status = os.waitpid(pid, 0)
         self._facts[rank]["code"] = os.waitstatus_to_exitcode(status)
         self._facts[rank]["report"] = report.read_bytes() if report.exists() else None
-        self._facts[rank]["output"] = (self._directory / f"out{rank}").read_text(errors="replace")
+        output = self._directory / f"out{rank}"  # which a rank killed at once has not made
+        self._facts[rank]["output"] = output.read_text(errors="replace") if output.exists() else ""
 
 
 def _be_rank(rank: int, order: dict[str, Any], done: int, released: int) -> None:

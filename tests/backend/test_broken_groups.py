@@ -55,17 +55,16 @@ def meet_deadline(rank: int, world: int, operation: str, phase: str, modes: list
 
 
 @pytest.mark.parametrize(
-    ("operation", "phase", "mode"),
+    ("operation", "phase", "mode", "ranks"),
     [
-        ("all_reduce, small", "POST", "sync"),
-        ("all_reduce, large", "POSTED", "wait"),
-        ("all_reduce, large", "TICKED", "future"),
-        ("all_reduce, symmetric", "ARRIVED", "sync"),
-        ("broadcast, large", "TICKED", "wait"),
-        ("barrier, small", "FINISHED", "sync"),
+        ("all_reduce, small", "POST", "sync", 2),
+        ("all_reduce, large", "POSTED", "wait", 3),
+        ("all_reduce, large", "TICKED", "future", 2),
+        ("all_reduce, symmetric", "ARRIVED", "sync", 3),
+        ("broadcast, large", "TICKED", "wait", 2),
+        ("barrier, small", "FINISHED", "sync", 2),
     ],
 )
-@pytest.mark.parametrize("ranks", [2, 3])
 def test_a_rank_that_is_stopped_is_named_at_the_deadline(
     nursery: Nursery, operation: str, phase: str, mode: str, ranks: int
 ) -> None:
@@ -132,7 +131,7 @@ def end_by(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["abort", "torch's abort", "destroy"])
-@pytest.mark.parametrize("operation", ["all_reduce, small", "all_reduce, large", "barrier, small"])
+@pytest.mark.parametrize("operation", ["all_reduce, small", "all_reduce, large"])
 def test_a_group_ended_with_work_in_flight_fails_it_here_and_there(
     nursery: Nursery, how: str, operation: str
 ) -> None:
@@ -158,7 +157,7 @@ def test_a_group_ended_with_work_in_flight_fails_it_here_and_there(
         ending.unwrap()
 
 
-@pytest.mark.parametrize("how", ["abort", "torch's abort", "destroy"])
+@pytest.mark.parametrize("how", ["abort", "destroy"])
 @pytest.mark.parametrize("mode", ["sync", "wait", "recv"])
 def test_a_waiting_thread_is_woken_when_another_one_ends_the_group(
     nursery: Nursery, how: str, mode: str
