@@ -168,7 +168,7 @@ def bench(
     )
     place = find_place(threads=threads, oversubscribe=oversubscribe)
     heats, failed = plan(settings, place)
-    used = dict.fromkeys(c.backend for heat in heats for c in heat.contenders if c.backend)
+    used = dict.fromkeys(name for heat in heats for name in heat.backends)
     result = Result(
         kind=BENCH,
         distributed_backend=",".join(used),

@@ -68,7 +68,7 @@ def run_comm_heat(
     exercises, calls = [], []
     for index, backend in enumerate(heat.backends):
         emit({"event": "building", "contender": index})
-        exercise = prepare(heat, meeting, meeting.open_group(backend), device)
+        exercise = prepare(heat, meeting, meeting.groups[backend], device)
         exercise.run()
         correct = all(meeting.gather(exercise.is_right()))
         for _ in range(heat.warm_up):

@@ -233,7 +233,8 @@ def rank_main(folder: Path) -> int:
     dist.init_process_group("gloo", timeout=RENDEZVOUS)
     rank = dist.get_rank()
     try:
-        meeting = Meeting(world, is_asked_to_stop=(folder / _STOP).exists)
+        backends = tuple(dict.fromkeys(name for heat in heats for name in heat.backends))
+        meeting = Meeting(world, backends, is_asked_to_stop=(folder / _STOP).exists)
         with (folder / _EVENTS).open("a") as events:
             for number, heat in enumerate(heats):
                 run_any(heat, meeting, device, _event_writer(events, number))

@@ -27,24 +27,23 @@ class Stopped(Exception):
 
 
 class Meeting:
-    """The ranks 0 to ``world - 1``. Only they construct it; other processes may exist.
+    """The ranks 0 to ``world - 1``, and a group of them on each backend.
 
-    It is kept for all heats of its size: a group that takes the name of one that was destroyed
-    would read what that one left in the store.
+    All processes of the default group construct it, in the same order, also those that are not
+    among the ranks: so torch wants it.
     """
 
-    def __init__(self, world: int, is_asked_to_stop: Callable[[], bool] = lambda: False) -> None:
-        self.ranks = tuple(range(world))
+    def __init__(
+        self,
+        world: int,
+        backends: Sequence[str] = (),
+        is_asked_to_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.world = world
         self.rank = dist.get_rank()
-        self._is_asked_to_stop = is_asked_to_stop
-        self._groups: dict[str, dist.ProcessGroup] = {}
+        self.groups = {backend: self._new_group(backend) for backend in backends}
         self._group = self._new_group("gloo")
-
-    def open_group(self, backend: str) -> dist.ProcessGroup:
-        """A group of the same ranks on ``backend``, one for all who ask; in the same order."""
-        if backend not in self._groups:
-            self._groups[backend] = self._new_group(backend)
-        return self._groups[backend]
+        self._is_asked_to_stop = is_asked_to_stop
 
     def barrier(self) -> None:
         """Wait for all."""
@@ -52,16 +51,15 @@ class Meeting:
 
     def gather(self, own: Item) -> list[Item]:
         """What each rank has, on all of them; raises ``Stopped`` if any was asked to stop."""
-        everyone: list[Any] = [None] * len(self.ranks)
+        everyone: list[Any] = [None] * self.world
         dist.all_gather_object(everyone, (own, self._is_asked_to_stop()), group=self._group)
         if any(stop for _, stop in everyone):
             raise Stopped
         return [value for value, _ in everyone]
 
     def _new_group(self, backend: str) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(
-            self.ranks, backend=backend, timeout=DEADLINE, use_local_synchronization=True
-        )
+        ranks = list(range(self.world))
+        group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=DEADLINE)
         return group
 
 

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
@@ -143,7 +144,7 @@ class Ranks:
         result.cuda_version = torch.version.cuda
         result.command = shlex.join(["gradsync", *sys.argv[1:]])
         board = Board(result, heats, console=console, path=path if self.rank == 0 else None)
-        meetings: dict[int, Meeting] = {}
+        meetings: dict[tuple[int, tuple[str, ...]], Meeting] = {}
         is_stopped = has_failed = False
         with Stop() as stop, board:
             for index, heat in enumerate(heats):
@@ -153,7 +154,7 @@ class Ranks:
                 is_stopped = any(stopped for _, stopped in every)
                 if errors := [error for error, _ in every if error is not None]:
                     has_failed = True
-                    meetings.pop(heat.world, None)
+                    meetings.pop((heat.world, heat.backends), None)
                     board.fail(index, min(errors)[1])
                 if is_stopped:
                     break
@@ -163,17 +164,21 @@ class Ranks:
         return result, FAILED if has_failed or result.failed else 0
 
     def _take_part(
-        self, index: int, heat: AnyHeat, meetings: dict[int, Meeting], board: Board, stop: Stop
+        self,
+        index: int,
+        heat: AnyHeat,
+        meetings: dict[tuple[int, tuple[str, ...]], Meeting],
+        board: Board,
+        stop: Stop,
     ) -> tuple[tuple[float, str] | None, bool]:
         """When and how it failed here, if it did; and whether it was stopped."""
-        if self.rank >= heat.world:
-            return None, False
         try:
-            if heat.world not in meetings:
-                meetings[heat.world] = Meeting(heat.world, stop.is_asked)
-            run_any(
-                heat, meetings[heat.world], self.device, lambda event: board.handle(index, event)
-            )
+            key = heat.world, heat.backends
+            if key not in meetings:
+                meetings[key] = Meeting(*key, is_asked_to_stop=stop.is_asked)
+            if self.rank < heat.world:
+                on_event = partial(board.handle, index)
+                run_any(heat, meetings[key], self.device, on_event)
         except Stopped:
             return None, True
         except Exception as error:

@@ -51,6 +51,11 @@ class Heat:
     seed: int = 0
     threads: int = 1
 
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Those of the contenders, each once."""
+        return tuple(dict.fromkeys(each.backend for each in self.contenders if each.backend))
+
 
 def run_heat(heat: Heat, meeting: Meeting, device: torch.device, emit: Emit) -> None:
     """Run it, on one of its ranks. Events go to ``emit`` on rank 0, see runner.py."""
@@ -60,7 +65,7 @@ def run_heat(heat: Heat, meeting: Meeting, device: torch.device, emit: Emit) -> 
     benchmark = load(
         heat.workload,
         device=device,
-        backend=next((each.backend for each in heat.contenders if each.backend), "gloo"),
+        backend=next(iter(heat.backends), "gloo"),
         bucket_size=heat.bucket_cap_mb,
         batch_size=heat.batch_size,
     )
@@ -78,7 +83,7 @@ def run_heat(heat: Heat, meeting: Meeting, device: torch.device, emit: Emit) -> 
     trainings: list[Training] = []
     for index, contender in enumerate(heat.contenders):
         emit({"event": "building", "contender": index})
-        group = meeting.open_group(contender.backend) if contender.backend else None
+        group = meeting.groups[contender.backend] if contender.backend else None
         meeting.barrier()
         peak = PeakMemory(device)
         wrap = partial(
