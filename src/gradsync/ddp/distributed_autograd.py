@@ -11,7 +11,9 @@ zeros at the module's outputs. Autograd adds the real gradient to it, if there i
 comes is the very tensor that we gave, and the parameter is known to be unused.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -71,6 +73,24 @@ class InContext:
 
 
 IN_GRAD = InGrad()
+
+_logger = logging.getLogger("gradsync")
+
+
+@contextmanager
+def errors_logged(home: Home) -> Iterator[None]:
+    """Log errors of the body, see `log`."""
+    try:
+        yield
+    except Exception as error:
+        log(error, home)
+        raise
+
+
+def log(error: Exception, home: Home) -> None:
+    """Distributed autograd says only that there was a ``python_error``: so log what it was."""
+    if isinstance(home, InContext):
+        _logger.error("in a backward of distributed autograd: %s", error)
 
 
 class Placeholders:

@@ -38,7 +38,13 @@ from gradsync.ddp.bucket import Bucket, Slot
 from gradsync.ddp.clock import StepClock
 from gradsync.ddp.collectives import broadcast, wait
 from gradsync.ddp.comm_hook import BuiltinHook, CommHook, GradBucket, Hook, sum_hook
-from gradsync.ddp.distributed_autograd import IN_GRAD, InContext, Placeholders
+from gradsync.ddp.distributed_autograd import (
+    IN_GRAD,
+    InContext,
+    Placeholders,
+    errors_logged,
+    log,
+)
 from gradsync.ddp.layout import Layout, ReducerOptions
 from gradsync.ddp.report import StepReport
 from gradsync.ddp.rollcall import Incident
@@ -395,7 +401,7 @@ class Reducer:
             or any(watch.will_fire() for watch in self._watches)
         ):
             return False
-        with self._lock:
+        with self._lock, errors_logged(self.queue.packing.home):
             if self.phase is Phase.DISTRIBUTED:
                 if self._backward != backward_number():
                     raise self.failed(StateError(messages.TWO_BACKWARDS))
@@ -408,7 +414,7 @@ class Reducer:
 
     def _arrive(self, slot: Slot, gradients: object) -> None:
         """A gradient came in a context."""
-        with self._lock:
+        with self._lock, errors_logged(self.queue.packing.home):
             if self._placeholders is not None and self._placeholders.is_one(slot, gradients):
                 return
             self._arrivals.append(slot)
@@ -567,6 +573,7 @@ class Reducer:
             with torch.no_grad():
                 finish()
         except Exception as error:
+            log(error, self.queue.packing.home)
             if self.queue.can_report and not isinstance(error, CollectiveError):
                 with suppress(Exception):  # what comes of it says less than the error at hand
                     self._give_up()

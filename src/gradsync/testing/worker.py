@@ -52,7 +52,7 @@ def main(control_fd: int, lifeline_fd: int, stack_file: str) -> None:
     _die_with_parent(lifeline_fd)
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, file=open(stack_file, "a"), all_threads=True)  # noqa: SIM115
-    torch.set_num_interop_threads(1)
+    torch.set_num_interop_threads(4)  # a distributed backward holds one until it is reduced
     control = Connection(control_fd)
     _reset_torch()
     _freeze_imports()
