@@ -48,6 +48,7 @@ from gradsync.backend.hierarchy import Hierarchy
 from gradsync.backend.members import by_machine, exchange, myself
 from gradsync.backend.monitored_barrier import MonitoredBarrier
 from gradsync.backend.shared_memory import (
+    Reduction,
     SharedMemory,
     Started,
     can_reduce,
@@ -55,7 +56,7 @@ from gradsync.backend.shared_memory import (
     symmetric_empty,
     together,
 )
-from gradsync.backend.work import All, Notifier, Record, SharedMemoryWork
+from gradsync.backend.work import All, DoneWork, Notifier, Record, SharedMemoryWork
 from gradsync.errors import ArgumentError, StateError
 
 Work = Any  # ours, or gloo's
@@ -95,7 +96,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self.options = SimpleNamespace(_timeout=timeout)  # torch writes more there
         self._monitored_barrier = MonitoredBarrier(store, rank, size)
         self._engines = Engines(store, rank, size, timeout)
-        self._pending: deque[SharedMemoryWork] = deque()
+        self._pending: deque[SharedMemoryWork | Reduction] = deque()
         self._pending_lock = threading.Lock()
         self._memory: SharedMemory | None = None
         self._hierarchy: Hierarchy | None = None
@@ -222,6 +223,20 @@ class SharedMemoryGroup(dist.ProcessGroup):
             raise StateError("The ranks of this group do not share memory.")
         return symmetric_empty(count, dtype)
 
+    def start_average(self, tensor: Tensor, *, average: bool) -> Reduction:
+        """For our DDP: begin to average, or add up, a flat tensor of numbers in place.
+
+        As ``allreduce`` does, without what torch needs around it.
+        """
+        assert self._memory is not None, "the ranks share memory"
+        op = ReduceOp.AVG if average else ReduceOp.SUM
+        reduction = self._memory.start_all_reduce(tensor, op, self._timeout.total_seconds())
+        with self._pending_lock:
+            while self._pending and self._pending[0].handle.done:
+                self._pending.popleft()
+            self._pending.append(reduction)
+        return reduction
+
     def counters(self) -> dict[str, int]:
         """How many all-reduces ran in place (``symmetric``), how many with copies, of how much."""
         return {} if self._context is None else self._context.counters()
@@ -234,6 +249,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
         opts = opts or AllreduceOptions()
         tensor = only(tensors)
         op = reduce_op(opts)
+        if (
+            self._memory is not None
+            and op is not None
+            and not opts.asyncOp
+            and not _profiler_enabled()
+            and self._memory.all_reduce_now(tensor, op, self._seconds(opts))
+        ):
+            return DoneWork([tensor])
         ways = self._memory or self._hierarchy
         if ways is None or op is None or not self._reduces(tensor, op):
             return self._engine(tensor).allreduce([tensor], opts)

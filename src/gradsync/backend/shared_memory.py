@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradsync.backend import _native
 from gradsync.backend._native import DType, Kind, ReduceOp
-from gradsync.backend.work import All, Finish, Handle
+from gradsync.backend.work import All, Finish, Handle, translate
 
 DTYPES = {
     torch.uint8: DType.UINT8,
@@ -50,6 +50,15 @@ def can_reduce(tensor: Tensor, op: ReduceOp) -> bool:
     return dtype is not None and _native.can_reduce(dtype, op)
 
 
+# What goes the short way: the native numbers of a dtype and an operation.
+SHORT = {
+    (dtype, op): (int(native), int(op))
+    for dtype, native in DTYPES.items()
+    for op in ReduceOp
+    if _native.can_reduce(native, op)
+}
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Does it have memory that we can move?"""
     return tensor.layout is torch.strided and tensor.device.type == "cpu"
@@ -62,6 +71,28 @@ def symmetric_empty(count: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=size)[:count]
 
 
+class Reduction:
+    """An all-reduce of ours under way; keeps the memory."""
+
+    __slots__ = ("handle", "tensor")
+
+    def __init__(self, handle: _native.Op | None, tensor: Tensor) -> None:
+        assert handle is not None, "one that is waited for gives no handle"
+        self.handle = handle
+        self.tensor = tensor
+
+    def wait(self) -> None:
+        """Wait for it, and raise what went wrong."""
+        try:
+            self.handle.wait()
+        except Exception as error:
+            raise translate(error) from error
+
+    def is_completed(self) -> bool:
+        """Would ``wait`` return at once?"""
+        return self.handle.done
+
+
 class SharedMemory:
     """Collectives between the ranks of one machine. Ranks are those of ``context``."""
 
@@ -71,6 +102,25 @@ class SharedMemory:
         self.size = size
 
     # ---------------------------------------------------------------- reductions
+
+    def all_reduce_now(self, tensor: Tensor, op: ReduceOp, seconds: float) -> bool:
+        """Reduce ``tensor`` in place and wait for it; False if it cannot go this short way."""
+        numbers = SHORT.get((tensor.dtype, op))
+        if numbers is None or not tensor.is_cpu or not tensor.is_contiguous():
+            return False
+        try:
+            self.context.all_reduce(tensor.data_ptr(), tensor.numel(), *numbers, seconds, True)
+        except Exception as error:
+            raise translate(error) from error
+        return True
+
+    def start_all_reduce(self, tensor: Tensor, op: ReduceOp, seconds: float) -> "Reduction":
+        """Begin to reduce a contiguous ``tensor`` in place, of a dtype that has a kernel."""
+        dtype, number = SHORT[tensor.dtype, op]
+        handle = self.context.all_reduce(
+            tensor.data_ptr(), tensor.numel(), dtype, number, seconds, False
+        )
+        return Reduction(handle, tensor)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, seconds: float, *, later: bool) -> Started:
         """Reduce ``tensor`` in place over all ranks."""

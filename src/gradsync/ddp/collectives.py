@@ -35,6 +35,9 @@ class LocalWork(ABC):
 
 def all_reduce(group: dist.ProcessGroup, tensor: Tensor, *, average: bool = False) -> Work:
     """Start summing, or averaging, ``tensor`` in place over the ranks of ``group``."""
+    if shares_memory(group) and tensor.layout is torch.strided and tensor.is_cpu:
+        flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        return group.start_average(flat, average=average)
     options = dist.AllreduceOptions()
     if average:
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
