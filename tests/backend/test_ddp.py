@@ -1,0 +1,134 @@
+"""Our DDP on the gradsync backend: the numbers of gloo, and nothing is copied on the way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import gradsync
+from gradsync.testing import WorkerPool
+
+LIMIT = 90.0
+OPTIONS = {
+    "defaults": {},
+    "views": {"gradient_as_bucket_view": True},
+    "static": {"gradient_as_bucket_view": True, "static_graph": True},
+    "unused": {"find_unused_parameters": True},
+    "one bucket for each": {"bucket_cap_mb": 1e-5},
+    "sum": {"reduce": "sum"},
+}
+
+
+class Net(nn.Module):
+    """Small and large gradients, a sparse and a complex one, buffers, one part used in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.table = nn.Embedding(20, 16, sparse=True)
+        self.wide = nn.Linear(16, 40_000)  # 2.5 MB
+        self.norm = nn.BatchNorm1d(16)
+        self.turn = nn.Parameter(torch.ones(16, dtype=torch.complex64))
+        self.left = nn.Linear(16, 4)
+        self.right = nn.Linear(16, 4)
+
+    def forward(self, indices: Tensor, step: int, *, uses_all: bool) -> Tensor:
+        x = self.norm(self.table(indices))
+        x = (x * self.turn).abs()
+        sides = [self.left, self.right]
+        if not uses_all:
+            sides = [sides[step % 2]]
+        return sum(side(x).square().mean() for side in sides) + self.wide(x).square().mean()
+
+
+def train(ddp: nn.Module, rank: int, *, uses_all: bool, steps: int = 4) -> list[Tensor]:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    for step in range(steps):
+        indices = torch.arange(8) * (rank + 2) % 20 + step
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        ddp(indices % 20, step, uses_all=uses_all).backward()
+        optimizer.step()
+    return [p.detach().clone() for p in ddp.parameters()]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_weights_are_those_of_gloo_bit_by_bit(pool: WorkerPool, name: str) -> None:
+    def run(rank: int, world: int) -> None:
+        ended = []
+        for backend in ("gloo", "gradsync"):
+            group = dist.new_group(backend=backend)
+            ddp = gradsync.DistributedDataParallel(Net(), process_group=group, **OPTIONS[name])
+            ended.append(train(ddp, rank, uses_all=name != "unused"))
+            del ddp
+            dist.destroy_process_group(group)
+        for one, other in zip(*ended, strict=True):
+            assert torch.equal(one, other)
+
+    pool.run(run, timeout=LIMIT)
+
+
+def test_three_ranks_agree_bit_by_bit_and_with_gloo_closely(pool: WorkerPool) -> None:
+    def run(rank: int, world: int) -> None:
+        ended = []
+        for backend in ("gloo", "gradsync"):
+            group = dist.new_group(backend=backend)
+            ddp = gradsync.DistributedDataParallel(Net(), process_group=group)
+            ended.append(train(ddp, rank, uses_all=True))
+        for one, other in zip(*ended, strict=True):
+            torch.testing.assert_close(one, other)
+        for tensor in ended[1]:
+            shared = tensor.clone()
+            dist.broadcast(shared, 0)
+            assert torch.equal(shared, tensor)
+
+    pool.run(run, ranks=3, timeout=LIMIT)
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_buckets_are_reduced_where_they_are(pool: WorkerPool, views: bool) -> None:
+    def run(rank: int, world: int) -> tuple[dict[str, int], int]:
+        group = dist.new_group(backend="gradsync")
+        assert isinstance(group, gradsync.SharedMemoryGroup)
+        model = nn.Sequential(nn.Linear(100, 900), nn.Linear(900, 400))
+        ddp = gradsync.DistributedDataParallel(
+            model, process_group=group, gradient_as_bucket_view=views
+        )
+        for _ in range(2):  # the buckets are laid out anew in between
+            ddp(torch.ones(2, 100)).sum().backward()
+            ddp.zero_grad()
+        before = group.counters()
+        for _ in range(3):
+            ddp(torch.ones(2, 100)).sum().backward()
+            ddp.zero_grad()
+        after = group.counters()
+        return {key: after[key] - before[key] for key in after}, ddp.stats().buckets
+
+    for counters, buckets in pool.run(run, timeout=LIMIT):
+        assert counters["symmetric"] == 3 * buckets
+        assert counters["copied"] == 0
+        assert counters["copied_bytes"] == 0
+
+
+def test_a_rank_that_dies_is_named_with_the_step_and_the_bucket(pool: WorkerPool) -> None:
+    def run(rank: int, world: int) -> str:
+        import os
+        import signal
+
+        ddp = gradsync.DistributedDataParallel(nn.Linear(300, 300))
+        for _ in range(2):
+            ddp(torch.ones(1, 300)).sum().backward()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            for _ in range(3):
+                ddp(torch.ones(1, 300)).sum().backward()
+        except gradsync.PeerLostError as error:
+            return "\n".join([str(error), *error.__notes__])
+        return "no error"
+
+    survivor, _ = pool.run(run, timeout=LIMIT, backend="gradsync", return_exceptions=True)
+    assert "rank 1 (pid " in survivor.value
+    assert "bucket 0 of 1" in survivor.value
+    assert "weight" in survivor.value
