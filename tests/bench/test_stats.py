@@ -1,10 +1,10 @@
-"""The statistics: against numpy and scipy, as properties, and the interval's coverage by simulation."""
+"""The statistics: against numpy and scipy, as properties, and the coverage by simulation."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradsync.bench import stats
@@ -15,6 +15,7 @@ blocks = st.lists(st.lists(seconds, min_size=1, max_size=4), min_size=5, max_siz
 
 
 @given(times, st.floats(min_value=0, max_value=100))
+@settings(deadline=None)
 def test_percentiles_agree_with_numpys(values, percent):
     assert stats.percentile(values, percent) == pytest.approx(
         np.percentile(values, percent), rel=1e-12
@@ -22,6 +23,7 @@ def test_percentiles_agree_with_numpys(values, percent):
 
 
 @given(times, st.floats(min_value=0, max_value=100))
+@settings(deadline=None)
 def test_a_percentile_lies_within_the_values(values, percent):
     assert min(values) <= stats.percentile(values, percent) <= max(values)
 
@@ -32,11 +34,13 @@ def test_a_percentile_of_nothing_is_an_error():
 
 
 @given(seconds, seconds)
+@settings(deadline=None)
 def test_a_change_is_positive_exactly_when_the_time_is_shorter(before, after):
     assert (stats.change_percent(before, after) > 0) == (after < before)
 
 
 @given(blocks, blocks, st.booleans())
+@settings(deadline=None)
 def test_the_interval_holds_the_ratio_and_is_the_same_each_time(a, b, paired):
     first = stats.ratio_of_medians(a, b, paired=paired, resamples=50)
     assert first.low <= first.value <= first.high
@@ -44,6 +48,7 @@ def test_the_interval_holds_the_ratio_and_is_the_same_each_time(a, b, paired):
 
 
 @given(blocks)
+@settings(deadline=None)
 def test_times_do_not_differ_from_themselves(a):
     same = stats.ratio_of_medians(a, a, paired=True, resamples=50)
     assert (same.value, same.low, same.high) == (1.0, 1.0, 1.0)
@@ -52,6 +57,7 @@ def test_times_do_not_differ_from_themselves(a):
 
 
 @given(blocks, st.sampled_from([0.25, 0.5, 2.0, 4.0]))
+@settings(deadline=None)
 def test_the_ratio_scales_with_the_times_and_so_does_its_interval(a, factor):
     b = [[value * factor for value in block] for block in a]
     ratio = stats.ratio_of_medians(a, b, paired=True, resamples=50)
@@ -101,4 +107,4 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(rounds, paired):
             (true_ratio * steps[0]).tolist(), steps[1].tolist(), paired=paired, resamples=300
         )
         covered += ratio.low <= true_ratio <= ratio.high
-    assert 0.92 <= covered / trials, f"covers {covered / trials:.1%}"
+    assert covered / trials >= 0.92, f"covers {covered / trials:.1%}"

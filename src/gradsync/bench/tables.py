@@ -163,7 +163,10 @@ def _model_sheet(cases: Sequence[Case]) -> Sheet:
     return Sheet(
         title=f"{first.model}: batch size {first.batch_size} a rank, {first.dtype}{hook}{size}",
         columns=_BENCH_COLUMNS,
-        rows=[_bench_row(case, cases, references[case.world]) for case in cases],
+        rows=[
+            _bench_row(case, cases, references[case.world])
+            for case in sorted(cases, key=lambda case: case.world)
+        ],
         notes=notes,
     )
 
