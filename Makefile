@@ -18,7 +18,8 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint format types imports unit slow hosts conformance \
+.PHONY: help setup demo test lint format types imports unit native-test native-asan native-tsan model \
+	slow hosts conformance \
 	conformance-backend conformance-update bench-step bench-collectives clean distclean
 
 help: ## Show this list
@@ -28,7 +29,7 @@ help: ## Show this list
 
 setup: $(READY) ## Create .venv and install gradsync into it, once
 
-$(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
+$(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*.*)
 	@test -x $(BIN)/python || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "Installing gradsync and its tools into $(VENV) (torch is large: this can take minutes)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
@@ -38,7 +39,7 @@ $(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 demo: $(READY) ## Train on handwritten digits with two processes and check the result
 	@$(BIN)/torchrun --standalone --nproc-per-node 2 examples/digits.py
 
-test: lint types imports unit conformance conformance-backend ## Everything that has to pass before a change lands
+test: lint types imports native-test unit conformance conformance-backend ## Everything that has to pass before a change lands
 	@echo "make test: all passed"
 
 lint: $(READY) ## Style: ruff check and ruff format --check
@@ -57,6 +58,19 @@ imports: $(READY) ## Direction of imports: import-linter
 
 unit: $(READY) ## Our tests, without the slow ones (ARGS='-k name' narrows)
 	$(BIN)/python -m pytest -m 'not slow and not hosts' $(ARGS)
+
+native-test: ## Tests of csrc without Python (ARGS='part of a name' narrows)
+	@$(MAKE) --no-print-directory -C csrc/tests VARIANT=plain ARGS='$(ARGS)'
+
+native-asan: ## The same under AddressSanitizer and UBSan
+	@$(MAKE) --no-print-directory -C csrc/tests VARIANT=asan ARGS='$(ARGS)'
+
+native-tsan: ## The same under ThreadSanitizer
+	@$(MAKE) --no-print-directory -C csrc/tests VARIANT=tsan ARGS='$(ARGS)'
+
+model: ## Every interleaving of the shared-memory protocol, in Python and with spin (apt-get install spin)
+	$(PYTHON) csrc/model/protocol.py
+	$(PYTHON) csrc/model/spin.py
 
 slow: $(READY) ## Our slow tests
 	$(BIN)/python -m pytest -m slow $(ARGS) || { code=$$?; \

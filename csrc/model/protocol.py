@@ -1,22 +1,23 @@
 """Checks the protocol of csrc by trying every interleaving of its ranks, for small programs.
 
-A rank is a list of steps, each as large as one access to shared memory. Nothing in shared memory has
-two writers, so what it holds follows from how far its owner is, and the state of the whole is
+A rank is a list of steps, each as large as one access to shared memory. Nothing in shared memory
+has two writers, so what it holds follows from how far its owner is, and the state of the whole is
 where each rank stands. `explore` visits all of them and fails on the first in which
 
-- a rank finds in a slot anything but the data of its collective, written to the end, when it begins to
-  read or when it ends (so nobody writes what another reads, and nobody reads too early or too late),
+- a rank finds in a slot anything but the data of its collective, written to the end, when it begins
+  to read or when it ends (so nobody writes what another reads, or reads too early or too late),
 - a rank takes a peer for lost that had done all it was waited for,
 - nobody can go on though somebody has not ended, or the ranks could go on for ever.
 
-docs/shared-memory.md tells the protocol; protocol.pml is the same model for spin. Run as a script, this
-checks the scenarios below and prints how many states they have: `make model`.
+docs/shared-memory.md tells the protocol; protocol.pml is the same model for spin. Run as a script,
+this checks the scenarios below and prints how many states they have: `make model`.
 """
 
 import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 WRITING = "being written"
 
@@ -186,7 +187,7 @@ OPS: dict[str, Callable[[Program], None]] = {
 
 # ------------------------------------------------------------------------------- all interleavings
 
-ALIVE, DEAD, LEFT, LOST = range(4)
+ALIVE, IDLE, DEAD, LEFT, LOST = range(5)  # from DEAD on a rank is gone
 LOAD, LOOK, JUDGE, ADD, SLEEP, ASLEEP, SUBTRACT = range(7)  # of a wait, see sync.cc and members.cc
 
 # Where a rank stands: its next step; and in a wait for whom, what next, the clock that it saw, and
@@ -199,10 +200,16 @@ class ProtocolError(AssertionError):
 
 
 class Checker:
-    """All states of ranks that run ``ops`` one after the other and then leave."""
+    """All states of ranks that run ``ops`` one after the other, and then leave or do no more."""
 
     def __init__(
-        self, world: int, ops: Iterable[str], variant: Variant = RIGHT, victim: int | None = None
+        self,
+        world: int,
+        ops: Iterable[str],
+        variant: Variant = RIGHT,
+        victim: int | None = None,
+        *,
+        leaves: bool = True,
     ) -> None:
         self.world = world
         self.variant = variant
@@ -213,7 +220,7 @@ class Checker:
             program = Program(rank, world, variant)
             for name in names:
                 OPS[name](program)
-            self.steps.append([*program.steps, ("leave",)])
+            self.steps.append([*program.steps, ("leave" if leaves else "idle",)])
             self._tabulate(self.steps[-1])
 
     def _tabulate(self, steps: list[tuple]) -> None:
@@ -284,6 +291,8 @@ class Checker:
         if step[0] == "leave":
             state = self._wake(state, rank)
             return _with(state, rank, (at, 0, LOAD, 0, 0, LEFT))
+        if step[0] == "idle":
+            return _with(state, rank, (at, 0, LOAD, 0, 0, IDLE))
         if step[0] == "ring" and self.variant.wakes and self._has_sleepers(state, rank):
             state = self._wake(state, rank)
         return _with(state, rank, (at + 1, 0, LOAD, 0, 0, ALIVE))
@@ -306,7 +315,7 @@ class Checker:
                 after = (at, index, ADD, clock, 0, ALIVE)
         elif phase == LOOK:
             if self.variant.looks_for_the_gone_first:
-                found = self._mask(state, lambda peer: state[peer][5] != ALIVE)
+                found = self._mask(state, lambda peer: state[peer][5] >= DEAD)
             else:
                 found = self._mask(state, lambda peer: not self._reached(state, peer, tick))
             after = (at, index, JUDGE, seen, found, ALIVE)
@@ -314,7 +323,7 @@ class Checker:
             if self.variant.looks_for_the_gone_first:
                 found = gone & self._mask(state, lambda peer: not self._reached(state, peer, tick))
             else:
-                found = gone & self._mask(state, lambda peer: state[peer][5] != ALIVE)
+                found = gone & self._mask(state, lambda peer: state[peer][5] >= DEAD)
             if found:
                 return self._give_up(state, rank, tick, found)
             after = (at, index, ADD, seen, 0, ALIVE)
@@ -328,7 +337,7 @@ class Checker:
             # that it needs, or one that died between its tick and the ring.
             def is_of_use(peer: int) -> bool:
                 is_missed = not self._reached(state, peer, tick)
-                return state[peer][5] != ALIVE and (is_missed or (peer == index and clock != seen))
+                return state[peer][5] >= DEAD and (is_missed or (peer == index and clock != seen))
 
             if not self._mask(state, is_of_use):
                 return None
@@ -368,11 +377,11 @@ class Checker:
 
     def _trace(self, path: list) -> str:
         lines = []
-        for (before, _), (after, _) in zip(path[-16:-1], path[-15:], strict=True):
+        for (before, _), (after, _) in pairwise(path[-30:]):
             rank = next(r for r in range(self.world) if before[r] != after[r])
             phase = ["load", "look", "judge", "add", "sleep", "asleep", "subtract"][before[rank][2]]
             step = self.steps[rank][before[rank][0]]
-            fate = ["", " dies", " leaves", " gives up"][after[rank][5]]
+            fate = ["", " ends", " dies", " leaves", " gives up"][after[rank][5]]
             lines.append(f"  rank {rank}: {step} {phase if step[0] == 'await' else ''}{fate}")
         return "\n".join(lines)
 
@@ -403,11 +412,12 @@ def main() -> int:
     began = time.monotonic()
     for world in (2, 3):
         for name, ops in SCENARIOS.items():
-            for victim in (None, 0, world - 1):
+            for victim, leaves in ((None, False), (None, True), (0, True), (world - 1, True)):
                 start = time.monotonic()
-                count = Checker(world, ops, victim=victim).explore()
+                count = Checker(world, ops, victim=victim, leaves=leaves).explore()
                 total += count
-                who = "nobody dies" if victim is None else f"rank {victim} may die"
+                who = "all leave" if leaves else "all stay"
+                who = who if victim is None else f"rank {victim} may die"
                 took = time.monotonic() - start
                 print(f"{world} ranks, {name}, {who}: {count} states, {took:.1f} s", flush=True)
     print(f"{total} states, no error, {time.monotonic() - began:.0f} s")

@@ -1,0 +1,98 @@
+"""The protocol of shared memory in every interleaving; and its checker, on wrong protocols."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+MODEL = Path(__file__).resolve().parents[2] / "csrc" / "model"
+
+
+def load():
+    spec = importlib.util.spec_from_file_location("protocol", MODEL / "protocol.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["protocol"] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+protocol = load()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("victim", [None, 0, 1])
+@pytest.mark.parametrize("name", protocol.SCENARIOS)
+def test_two_ranks_never_read_what_is_not_theirs_and_always_end(name, victim, leaves):
+    checker = protocol.Checker(2, protocol.SCENARIOS[name], victim=victim, leaves=leaves)
+    assert checker.explore() > 1000
+
+
+THREE = ("small ones", "through slots twice", "exchanges", "in place", "disagreement")
+
+
+@pytest.mark.parametrize("name", THREE)
+def test_three_ranks_never_read_what_is_not_theirs_and_always_end(name):
+    assert protocol.Checker(3, protocol.SCENARIOS[name]).explore() > 50_000
+
+
+@pytest.mark.parametrize("victim", range(3))
+def test_of_three_ranks_any_one_may_die_at_any_step(victim):
+    ops = ("small", "reduction of 1 chunk")
+    assert protocol.Checker(3, ops, victim=victim).explore() > 50_000
+
+
+SMALL = ("small", "small", "small")
+CHUNKS = ("reduction of 2 chunks", "small")
+MISTAKES = {
+    "one slot instead of two": ({"in_slots": 1}, SMALL, None, "reads in0"),
+    "one slot for chunks": ({"in_slots": 1}, CHUNKS, None, "reads in0"),
+    "one slot for results": ({"out_slots": 1}, ("reduction of 2 chunks",), None, "reads out0"),
+    "one announcement": ({"announcements": 1}, SMALL, None, "reads announcement0"),
+    "rounds do not wait": ({"awaits_rounds": False}, ("exchange of 2 rounds",), None, "reads in"),
+    "chunks do not wait": ({"awaits_chunks": False}, CHUNKS, None, "reads in"),
+    "nobody waits for the end in place": (
+        {"announces_end": False},
+        ("reduction in place", "reduction in place"),
+        None,
+        "reads share",
+    ),
+    "turns differ after a mismatch": (
+        {"all_take_a_turn": False},
+        ("mismatch", "small"),
+        None,
+        "reads in",
+    ),
+    "the wake-up is skipped": ({"wakes": False}, SMALL, None, "nobody can go on"),
+    "the wake-up comes before the tick": (
+        {"wakes_after_tick": False},
+        SMALL,
+        None,
+        "nobody can go on",
+    ),
+    "sleepers do not look again": ({"sleeps_only_on_seen": False}, SMALL, None, "nobody can go on"),
+    "nobody looks for the dead": ({"looks_for_the_gone": False}, SMALL, 1, "go on"),
+    "the clock is read before the state": (
+        {"looks_for_the_gone_first": False},
+        ("small",),
+        None,
+        "takes rank",
+    ),
+}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_checker_finds_what_is_wrong_with(mistake, world):
+    change, ops, victim, complaint = MISTAKES[mistake]
+    variant = protocol.Variant(**change)
+    leaves = "state" in mistake  # otherwise a rank that leaves may wake whom the mistake let sleep
+    with pytest.raises(protocol.ProtocolError, match=complaint):
+        protocol.Checker(world, ops, variant, victim, leaves=leaves).explore()
+
+
+def test_what_is_wrong_is_told_with_the_steps_that_led_there():
+    with pytest.raises(protocol.ProtocolError) as caught:
+        protocol.Checker(2, SMALL, protocol.Variant(wakes=False), leaves=False).explore()
+    assert "('tick',)" in str(caught.value)
+    assert "('await', 2) add" in str(caught.value)
