@@ -29,7 +29,7 @@ MISTAKES = {  # and what they are found in
 
 
 def check(folder: str, *, for_ever: bool = False, **defines: int) -> tuple[int, int]:
-    """Errors, and states visited. ``for_ever``: looks for ranks that go on without an end instead."""
+    """Errors, and states visited. ``for_ever``: looks for ranks that never end instead."""
     flags = [f"-D{name}={value}" for name, value in defines.items()]
     run = {"cwd": folder, "check": True, "capture_output": True, "text": True}
     subprocess.run(["spin", "-a", *flags, str(MODEL)], **run)
