@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch.distributed as dist
 import typer
 from rich.console import Console
 
@@ -24,6 +25,7 @@ from gradsync.bench.result import BENCH, BENCH_COMM, Result
 from gradsync.bench.runner import FAILED, USAGE, Ranks, find_place, is_under_torchrun, run
 
 HOOKS = gradsync.hooks.names()
+BACKENDS = tuple(name for name in dist.Backend.backend_list if name not in ("undefined", "fake"))
 
 app = typer.Typer(
     name="gradsync",
@@ -79,7 +81,7 @@ RanksOption = Annotated[
 ]
 BackendOption = Annotated[
     list[str],
-    typer.Option("--backend", callback=_names(), help="Of the process groups."),
+    typer.Option("--backend", callback=_names(*BACKENDS), help=f"Of {', '.join(BACKENDS)}."),
 ]
 JsonOption = Annotated[
     Path | None,
