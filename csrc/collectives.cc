@@ -17,6 +17,14 @@ std::size_t bytes_of(const Op& op) {
   return op.announcement.count * size_of(op.announcement.dtype);
 }
 
+// How much goes through a slot at a time: enough chunks to work on one while another is on its way,
+// and no more, since each has to be waited for.
+std::size_t chunk_bytes(std::size_t bytes) {
+  constexpr std::size_t kLeast = 128 * 1024;
+  const std::size_t wanted = (bytes / 8 + kAlignment - 1) / kAlignment * kAlignment;
+  return std::min(kSlotBytes, std::max(kLeast, wanted));
+}
+
 // The part of `count` elements that a rank reduces, cut at cache lines.
 struct Share {
   Share(std::size_t count, std::size_t element, int rank, int world) {
@@ -310,7 +318,7 @@ void Collectives::reduce_through_slots(Op& op) {
   const int own = members_.rank();
   const int world = members_.world();
   const std::size_t element = size_of(a.dtype);
-  const std::size_t capacity = kSlotBytes / element;
+  const std::size_t capacity = chunk_bytes(bytes_of(op)) / element;
   const std::size_t chunks = (a.count + capacity - 1) / capacity;
   std::byte* data = op.targets[0];
   std::array<const void*, kMaxRanks> sources;

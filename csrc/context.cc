@@ -9,7 +9,7 @@
 namespace gradsync {
 namespace {
 
-constexpr std::chrono::microseconds kCallerSpin{40};
+constexpr std::chrono::microseconds kCallerSpin{120};  // longer than it takes to wake a sleeper
 constexpr std::chrono::microseconds kWorkerSpin{4};
 constexpr std::chrono::milliseconds kSlice{100};
 constexpr int kAsks = 16;

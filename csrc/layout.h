@@ -17,7 +17,7 @@ namespace gradsync {
 constexpr std::uint64_t kMagic = 0x636e797364617267;  // "gradsync"
 constexpr std::uint32_t kVersion = 1;
 constexpr int kMaxRanks = 256;
-constexpr std::size_t kSlotBytes = 256 * 1024;
+constexpr std::size_t kSlotBytes = 1024 * 1024;
 constexpr std::size_t kSmallBytes = 32 * 1024;       // up to here one exchange does it all
 constexpr std::size_t kPairBytes = 16 * 1024 * 1024;  // of all channels together, at most
 constexpr std::size_t kMaxChannelBytes = 64 * 1024;
