@@ -251,8 +251,8 @@ def _change(value: float) -> str:
 
 
 COLUMNS: Final = (
-    Column(key="ranks", title="ranks"),
-    Column(key="case", title="case"),
+    Column(key="ranks", title="ranks", names_row=True),
+    Column(key="case", title="case", names_row=True),
     *(
         column
         for percent in PERCENTS

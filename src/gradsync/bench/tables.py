@@ -6,9 +6,10 @@ import csv
 import io
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -29,6 +30,7 @@ class Column:
     key: str
     title: str
     show: Callable[[Any], str] = str
+    names_row: bool = False  # repeated where a table is too wide and goes on below
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,19 +63,45 @@ class Sheet:
 
 
 def print_rich(sheets: Sequence[Sheet], console: Console) -> None:
-    """As tables in a terminal."""
+    """As tables in a terminal; what is too wide goes on below."""
     for sheet in sheets:
-        table = Table(*(column.title for column in sheet.columns), title_justify="left")
-        table.title = escape(sheet.title)
-        for row in sheet.rows:
-            style = STYLES.get(str(row.get("verdict")))
-            table.add_row(*(escape(cell) for cell in sheet.cells(row)), style=style)
-        if sheet.rows:
+        if sheet.title:
+            console.print(f"[bold]{escape(sheet.title)}[/]", highlight=False)
+        for columns in _fit(sheet, console.width) if sheet.rows else []:
+            table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+            for column in columns:
+                table.add_column(column.title, overflow="fold")
+            part = replace(sheet, columns=columns)
+            for row in sheet.rows:
+                style = STYLES.get(str(row.get("verdict")))
+                table.add_row(*(escape(cell) for cell in part.cells(row)), style=style)
             console.print(table)
-        else:
-            console.print(escape(sheet.title))
+            console.print()
         for note in sheet.notes:
-            console.print(escape(note), soft_wrap=True)
+            console.print(escape(note), highlight=False)
+
+
+def _fit(sheet: Sheet, width: int) -> list[list[Column]]:
+    """The columns of each part, so that no part is wider than that if it can be helped."""
+    cells = [[column.title for column in sheet.columns], *(sheet.cells(row) for row in sheet.rows)]
+    widths = {
+        column.key: max(len(cell) for cell in column_cells) + 3
+        for column, column_cells in zip(sheet.columns, zip(*cells, strict=True), strict=True)
+    }
+    names = [column for column in sheet.columns if column.names_row]
+    if not names:
+        return [list(sheet.columns)]  # prose: it wraps
+    taken = start = sum(widths[column.key] for column in names)
+    parts = [list(names)]
+    for column in sheet.columns:
+        if column.names_row:
+            continue
+        if taken + widths[column.key] > width and len(parts[-1]) > len(names):
+            parts.append(list(names))
+            taken = start
+        parts[-1].append(column)
+        taken += widths[column.key]
+    return parts
 
 
 def markdown(sheets: Sequence[Sheet]) -> str:
@@ -329,8 +357,8 @@ _RATIO_COLUMNS: Final = (
     Column(key="verdict", title="verdict"),
 )
 _BENCH_COLUMNS: Final = (
-    Column(key="ranks", title="ranks"),
-    Column(key="case", title="case"),
+    Column(key="ranks", title="ranks", names_row=True),
+    Column(key="case", title="case", names_row=True),
     *(Column(key=f"p{percent}", title=f"p{percent}", show=human_time) for percent in PERCENTS),
     Column(key="examples_per_second", title="ex/s", show=lambda value: f"{value:.1f}"),
     Column(key="efficiency_of_1_rank", title="of 1 rank", show=_share),
@@ -340,10 +368,10 @@ _BENCH_COLUMNS: Final = (
     *_RATIO_COLUMNS,
 )
 _COMM_COLUMNS: Final = (
-    Column(key="collective", title="collective"),
-    Column(key="ranks", title="ranks"),
-    Column(key="bytes", title="size", show=human_size),
-    Column(key="backend", title="backend"),
+    Column(key="collective", title="collective", names_row=True),
+    Column(key="ranks", title="ranks", names_row=True),
+    Column(key="bytes", title="size", show=human_size, names_row=True),
+    Column(key="backend", title="backend", names_row=True),
     Column(key="seconds", title="time", show=human_time),
     Column(key="algbw", title="algbw GB/s", show=lambda value: f"{value:.3g}"),
     Column(key="busbw", title="busbw GB/s", show=lambda value: f"{value:.3g}"),
