@@ -26,6 +26,7 @@ __all__ = [
     "PeerLostError",
     "PeerStepError",
     "ReadyTwiceError",
+    "ServerLostError",
     "StateError",
     "UnusedParametersError",
     "UsageError",
@@ -202,6 +203,26 @@ class DeadlineError(FaultError):
     def __init__(self, text: str, *, ranks: Iterable[int] = ()) -> None:
         super().__init__(text)
         self.ranks = tuple(ranks)
+
+
+class ServerLostError(FaultError):
+    """A parameter server has ended, or cannot be reached; ``name``, ``host`` and ``pid`` say which.
+
+    >>> from gradsync.errors import ServerLostError
+    >>> try:
+    ...     raise ServerLostError("server1 is gone", name="server1", host="a", pid=17)
+    ... except RuntimeError as error:
+    ...     print(error, error.name, error.pid)
+    server1 is gone server1 17
+    """
+
+    def __init__(
+        self, text: str, *, name: str | None = None, host: str | None = None, pid: int | None = None
+    ) -> None:
+        super().__init__(text)
+        self.name = name
+        self.host = host
+        self.pid = pid
 
 
 class AbortedError(FaultError):
