@@ -78,7 +78,16 @@ std::optional<OpHandle> all_reduce(const std::shared_ptr<Context>& context, Addr
   request->deadline = after(seconds);
   context->issue(request, !waits);
   if (!waits) return OpHandle{context, request};
-  wait(*context, request);
+  try {
+    wait(*context, request);
+  } catch (...) {
+    if (!request->is_done) {  // interrupted: no handle keeps the tensor, so nobody may use it any more
+      py::gil_scoped_release release;
+      context->abort();
+      while (!context->is_done(request)) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    throw;
+  }
   return std::nullopt;
 }
 
