@@ -6,6 +6,8 @@ PYTHON ?= python3
 DDP ?= gradsync:DistributedDataParallel
 # How many conformance tests run side by side.
 JOBS ?= 2
+# How long `make soak` takes.
+SECONDS ?= 60
 # More arguments for pytest, as in: make unit ARGS='-k bucket -x'
 ARGS ?=
 
@@ -18,7 +20,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint format types imports unit native-test native-asan native-tsan model \
+.PHONY: help setup demo test lint format types imports unit native-test native-asan native-tsan model soak \
 	slow hosts conformance \
 	conformance-backend conformance-update bench-step bench-collectives clean distclean
 
@@ -71,6 +73,9 @@ native-tsan: ## The same under ThreadSanitizer
 model: ## Every interleaving of the shared-memory protocol, in Python and with spin (apt-get install spin)
 	$(PYTHON) csrc/model/protocol.py
 	$(PYTHON) csrc/model/spin.py
+
+soak: $(READY) ## Random programs on the gradsync backend, checked (SECONDS=3600, ARGS='--seed 7')
+	$(BIN)/python tests/backend/soak.py --seconds $(SECONDS) $(ARGS)
 
 slow: $(READY) ## Our slow tests
 	$(BIN)/python -m pytest -m slow $(ARGS) || { code=$$?; \
