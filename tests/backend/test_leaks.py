@@ -242,5 +242,7 @@ def test_ranks_killed_at_random_moments_neither_hang_nor_leak(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_hundred_kills_at_random_moments(nursery: Nursery, tmp_path: Path) -> None:
-    times = sorted(kill_at_random(nursery, 1000 + seed, tmp_path) for seed in range(200))
-    print(f"from the death to the error: median {times[100]:.2f} s, longest {times[-1]:.2f} s")
+    runs = [kill_at_random(nursery, 1000 + seed, tmp_path) for seed in range(200)]
+    times = sorted(seconds for seconds in runs if seconds > 0)  # where somebody survived
+    middle = times[len(times) // 2]
+    print(f"from {len(times)} deaths to the error: {middle:.2f} s, longest {times[-1]:.2f} s")
