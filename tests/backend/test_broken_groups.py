@@ -166,7 +166,7 @@ def test_a_waiting_thread_is_woken_when_another_one_ends_the_group(
         call = OPERATIONS["all_reduce, large"](rank, world)
         dist.barrier()
         if rank == 1:
-            time.sleep(0.6)
+            time.sleep(0.4)
             with pytest.raises(FaultError, match=r"rank 0 .*(aborted|has left) the group"):
                 perform(call, "sync")
             return

@@ -95,8 +95,7 @@ def is_typical(operation: str) -> bool:
     """Those that differ in their way through shared memory; `make slow` takes all."""
     return operation.startswith("all_reduce") or operation in (
         "all_to_all, small",
-        "reduce_scatter, large",
-        "broadcast, small",
+        "broadcast, large",
         "barrier, small",
     )
 
@@ -160,9 +159,17 @@ def receive(rank: int, world: int, how: str, count: int, source: int | None) -> 
     return None
 
 
-@pytest.mark.parametrize("source", [1, None])
-@pytest.mark.parametrize("count", [1, 1_000_000])
-@pytest.mark.parametrize("how", ["recv", "wait", "future"])
+@pytest.mark.parametrize(
+    ("how", "count", "source"),
+    [
+        ("recv", 1, 1),
+        ("recv", 1_000_000, None),
+        ("wait", 1, None),
+        ("wait", 1_000_000, 1),
+        ("future", 1, 1),
+        ("future", 1_000_000, None),
+    ],
+)
 def test_a_sender_killed_in_a_message_is_named_by_the_receiver(
     nursery: Nursery, how: str, count: int, source: int | None
 ) -> None:

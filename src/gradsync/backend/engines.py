@@ -26,6 +26,8 @@ def let_go(engines: dict[str, Any]) -> None:
 
     gloo's end waits for what is under way. Nobody needs to wait for that.
     """
+    if not engines:
+        return
     thread = threading.Thread(target=engines.clear, name="gradsync-engines", daemon=True)
     thread.start()
     thread.join(LONGEST_GOODBYE)

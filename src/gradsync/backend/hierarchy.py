@@ -373,8 +373,9 @@ class Hierarchy:
             self.abort()
         self._thread.join()
         self._board.close()
-        leaders, self._leaders = {"gloo": self._leaders}, None
-        let_go(leaders)
+        if self._is_leader:
+            leaders, self._leaders = {"gloo": self._leaders}, None
+            let_go(leaders)
 
 
 def _chunks(tensor: Tensor) -> list[Tensor]:
