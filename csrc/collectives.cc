@@ -19,10 +19,10 @@ std::size_t bytes_of(const Op& op) {
 
 // How much goes through a slot at a time: enough chunks to work on one while another is on its way,
 // and no more, since each has to be waited for.
-std::size_t chunk_bytes(std::size_t bytes) {
+std::size_t chunk_bytes(std::size_t bytes, std::size_t slot_bytes) {
   constexpr std::size_t kLeast = 128 * 1024;
   const std::size_t wanted = (bytes / 8 + kAlignment - 1) / kAlignment * kAlignment;
-  return std::min(kSlotBytes, std::max(kLeast, wanted));
+  return std::min(slot_bytes, std::max(kLeast, wanted));
 }
 
 // The part of `count` elements that a rank reduces, cut at cache lines.
@@ -157,8 +157,8 @@ void Collectives::exchange(Op& op) {
 }
 
 std::size_t Collectives::piece_capacity(const Op& op) const {
-  if (!gives_pieces(op.announcement.kind)) return kSlotBytes;
-  return kSlotBytes / static_cast<std::size_t>(members_.world()) / kAlignment * kAlignment;
+  if (!gives_pieces(op.announcement.kind)) return members_.slot_bytes();
+  return members_.slot_bytes() / static_cast<std::size_t>(members_.world()) / kAlignment * kAlignment;
 }
 
 void Collectives::write(const Op& op, std::size_t round, unsigned turn) {
@@ -318,7 +318,7 @@ void Collectives::reduce_through_slots(Op& op) {
   const int own = members_.rank();
   const int world = members_.world();
   const std::size_t element = size_of(a.dtype);
-  const std::size_t capacity = chunk_bytes(bytes_of(op)) / element;
+  const std::size_t capacity = chunk_bytes(bytes_of(op), members_.slot_bytes()) / element;
   const std::size_t chunks = (a.count + capacity - 1) / capacity;
   std::byte* data = op.targets[0];
   std::array<const void*, kMaxRanks> sources;

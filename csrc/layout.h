@@ -17,7 +17,8 @@ namespace gradsync {
 constexpr std::uint64_t kMagic = 0x636e797364617267;  // "gradsync"
 constexpr std::uint32_t kVersion = 1;
 constexpr int kMaxRanks = 256;
-constexpr std::size_t kSlotBytes = 1024 * 1024;
+constexpr std::size_t kMaxSlotBytes = 1024 * 1024;
+constexpr std::size_t kAllSlotsBytes = 64 * 1024 * 1024;  // of a group together, at most
 constexpr std::size_t kSmallBytes = 32 * 1024;       // up to here one exchange does it all
 constexpr std::size_t kPairBytes = 16 * 1024 * 1024;  // of all channels together, at most
 constexpr std::size_t kMaxChannelBytes = 64 * 1024;
@@ -77,11 +78,13 @@ static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 class Layout {
  public:
   explicit Layout(int world) : world_(static_cast<std::size_t>(world)) {
+    while (slot_bytes_ * 4 * world_ > kAllSlotsBytes) slot_bytes_ /= 2;
     channel_bytes_ = kMaxChannelBytes;
     while (channel_bytes_ * world_ * world_ > kPairBytes) channel_bytes_ /= 2;
   }
 
   std::size_t bytes() const { return channels() + world_ * world_ * channel_stride(); }
+  std::size_t slot_bytes() const { return slot_bytes_; }
   std::size_t channel_bytes() const { return channel_bytes_; }
 
   Header* header(std::byte* base) const { return reinterpret_cast<Header*>(base); }
@@ -89,10 +92,10 @@ class Layout {
     return reinterpret_cast<Line*>(base + kAlignment) + rank;
   }
   std::byte* in(std::byte* base, int rank, unsigned turn) const {
-    return base + slots() + (static_cast<std::size_t>(rank) * 4 + (turn & 1)) * kSlotBytes;
+    return base + slots() + (static_cast<std::size_t>(rank) * 4 + (turn & 1)) * slot_bytes_;
   }
   std::byte* out(std::byte* base, int rank, unsigned turn) const {
-    return base + slots() + (static_cast<std::size_t>(rank) * 4 + 2 + (turn & 1)) * kSlotBytes;
+    return base + slots() + (static_cast<std::size_t>(rank) * 4 + 2 + (turn & 1)) * slot_bytes_;
   }
   Channel* channel(std::byte* base, int from, int to) const {
     const std::size_t pair = static_cast<std::size_t>(from) * world_ + static_cast<std::size_t>(to);
@@ -104,10 +107,11 @@ class Layout {
     return (bytes + 4095) / 4096 * 4096;
   }
   std::size_t slots() const { return up(kAlignment + world_ * sizeof(Line)); }
-  std::size_t channels() const { return slots() + world_ * 4 * kSlotBytes; }
+  std::size_t channels() const { return slots() + world_ * 4 * slot_bytes_; }
   std::size_t channel_stride() const { return sizeof(Channel) + channel_bytes_; }
 
   std::size_t world_;
+  std::size_t slot_bytes_ = kMaxSlotBytes;
   std::size_t channel_bytes_;
 };
 

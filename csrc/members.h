@@ -42,6 +42,7 @@ class Members {
   std::byte* in(int rank, unsigned turn) { return layout_.in(segment_.data(), rank, turn); }
   std::byte* out(int rank, unsigned turn) { return layout_.out(segment_.data(), rank, turn); }
   Channel& channel(int from, int to) { return *layout_.channel(segment_.data(), from, to); }
+  std::size_t slot_bytes() const { return layout_.slot_bytes(); }
   std::size_t channel_bytes() const { return layout_.channel_bytes(); }
   Line& line(int rank) { return *layout_.line(segment_.data(), rank); }
   const Line& line(int rank) const { return *layout_.line(segment_.data(), rank); }

@@ -162,7 +162,7 @@ const Kind kKinds[] = {Kind::kAllReduce, Kind::kReduce, Kind::kBroadcast, Kind::
 TEST(every_collective_is_right_at_every_size) {
   // Around nothing, a cache line, what is small, several chunks, a slot, and several slots.
   std::vector<std::size_t> sizes = {0, 1, 31, 33, kSmallBytes / 4, kSmallBytes / 4 + 1, 100003};
-  if (!kSanitized) sizes.insert(sizes.end(), {kSlotBytes / 4, kSlotBytes / 4 + 1, 2 * kSlotBytes / 4 + 5});
+  if (!kSanitized) sizes.insert(sizes.end(), {kMaxSlotBytes / 4, kMaxSlotBytes / 4 + 1, 2 * kMaxSlotBytes / 4 + 5});
   for (int world = 1; world <= (kSanitized ? 3 : 4); ++world) {
     Ranks ranks(world);
     ranks.run([&](int rank, Context& context) {

@@ -27,8 +27,8 @@ std::vector<Extent> extents(int world) {
   for (int rank = 0; rank < world; ++rank) {
     add(layout.line(base, rank), sizeof(Line));
     for (unsigned turn = 0; turn < 2; ++turn) {
-      add(layout.in(base, rank, turn), kSlotBytes);
-      add(layout.out(base, rank, turn), kSlotBytes);
+      add(layout.in(base, rank, turn), layout.slot_bytes());
+      add(layout.out(base, rank, turn), layout.slot_bytes());
     }
     for (int to = 0; to < world; ++to) add(layout.channel(base, rank, to), sizeof(Channel) + layout.channel_bytes());
   }
@@ -73,7 +73,7 @@ TEST(a_segment_stays_small_and_a_channel_holds_a_header) {
     const std::size_t bytes = Layout(world).channel_bytes();
     CHECK(bytes >= 256 && bytes <= kMaxChannelBytes);
     CHECK((bytes & (bytes - 1)) == 0);  // so that a position that runs round stays in step
-    CHECK(kSlotBytes / static_cast<std::size_t>(world) / kAlignment * kAlignment * static_cast<std::size_t>(world) >= kSmallBytes);
+    CHECK(Layout(world).slot_bytes() / static_cast<std::size_t>(world) / kAlignment * kAlignment * static_cast<std::size_t>(world) >= kSmallBytes);
   }
 }
 
