@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradsync.bench.meeting import turns
 from race.exercises import COPIED, DTYPE, GLOO, SYMMETRIC, Groups, prepare
-from race.track import MINIMUM_STEPS, Marshal, calibrate, turns
+from race.track import MINIMUM_STEPS, Marshal, calibrate
 
 WARM_UP = 5
 OVERRUN = 3  # times as long as wanted: who spins may be a thousand times slower when disturbed

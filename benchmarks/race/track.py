@@ -22,11 +22,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import FrameType
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from gradsync.bench.meeting import turns
 from race.contenders import Contender, Training
 from race.workloads import Workload
 
@@ -34,8 +34,6 @@ DEADLINE = timedelta(minutes=3)
 WARM_UP_STEPS = 6  # torch and gradsync rebuild their buckets after the first backward
 CALIBRATION_SHARE = 0.25  # of a slot
 MINIMUM_STEPS = 3  # in a slot, however slow the workload
-
-Entrant = TypeVar("Entrant")
 
 
 @dataclass(kw_only=True)
@@ -136,13 +134,6 @@ def describe(workload: Workload) -> Lap:
         tensors=len(parameters),
         buffers=len(list(model.buffers())),
     )
-
-
-def turns(entrants: Sequence[Entrant], number: int) -> list[Entrant]:
-    """The round's order: rotated each round, and reversed every other, so neighbours change."""
-    shift = number % len(entrants)
-    order = [*entrants[shift:], *entrants[:shift]]
-    return order[::-1] if number % 2 else order
 
 
 def calibrate(run: Callable[[int], None], slot_seconds: float, marshal: Marshal) -> int:

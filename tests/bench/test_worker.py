@@ -7,6 +7,7 @@ import pytest
 from gradsync.bench.comm import COLLECTIVES, CommHeat
 from gradsync.bench.contenders import Contender
 from gradsync.bench.launch import describe
+from gradsync.bench.meeting import turns
 from gradsync.bench.worker import Heat
 from gradsync.bench.workloads import load
 
@@ -68,8 +69,8 @@ def test_a_heat_reports_every_turn_of_every_contender(pool, tiny):
     events, others = pool.run(run_on_rank, ranks=2, args=(heat,))
     assert others == []
     assert not [event for event in events if event["event"] == "astray"]
-    turns = [(e["round"], e["contender"]) for e in events if e["event"] == "measured"]
-    assert turns == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0), (1, 4), (1, 3), (1, 2), (1, 1)]
+    order = [(e["round"], e["contender"]) for e in events if e["event"] == "measured"]
+    assert order == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 4), (1, 3), (1, 2), (1, 1), (1, 0)]
     for event in events:
         if event["event"] == "measured":
             steps = heat.steps_by_round[event["round"]]
@@ -110,6 +111,14 @@ def test_hooks_and_types_run_on_both_classes(pool, tiny):
     )  # fmt: skip
     events, _ = pool.run(run_on_rank, ranks=2, args=(heat,))
     assert sum(event["event"] == "measured" for event in events) == 3
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+def test_of_any_two_contenders_each_is_first_equally_often(count):
+    orders = [turns(range(count), number) for number in range(2 * count)]
+    for a in range(count):
+        for b in range(a):
+            assert sum(order.index(a) < order.index(b) for order in orders) == count
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)

@@ -64,11 +64,13 @@ class Meeting:
 
 
 def turns(contenders: Sequence[Item], number: int) -> list[Item]:
-    """The order in a round: rotated each round, and reversed every other, so neighbours change.
+    """The order in a round: forward, then backward, then both again from the next on.
 
-    >>> [turns("abc", number) for number in range(3)]
-    [['a', 'b', 'c'], ['a', 'c', 'b'], ['c', 'a', 'b']]
+    So everyone comes first, and everyone before and after everyone else, equally often.
+
+    >>> ["".join(turns("abc", number)) for number in range(6)]
+    ['abc', 'cba', 'bca', 'acb', 'cab', 'bac']
     """
-    shift = number % len(contenders)
+    shift = number // 2 % len(contenders)
     order = [*contenders[shift:], *contenders[:shift]]
     return order[::-1] if number % 2 else order
