@@ -368,7 +368,7 @@ def _collect(pipes: dict[str, Connection], processes: dict[str, BaseProcess]) ->
             outcomes[name] = _outcome(name, ended, processes[name])
             if outcomes[name].failed and deadline is None:
                 deadline = time.monotonic() + _GRACE
-    return outcomes
+    return {name: outcomes[name] for name in pipes}
 
 
 def _outcome(name: str, pipe: Connection, child: BaseProcess) -> Outcome:
@@ -403,8 +403,8 @@ def _reports_to(on_report: Report) -> Callable[[Peer, Message], None]:
 def _context(start_method: str) -> BaseContext:
     context = multiprocessing.get_context(start_method)
     if start_method == "forkserver":
-        # Importing torch takes seconds: once is enough.
-        context.set_forkserver_preload(["gradsync.hybrid"])
+        # Importing torch takes seconds, and so does what a DDP needs of it: once is enough.
+        context.set_forkserver_preload(["gradsync.hybrid", "torch._dynamo"])
     return context
 
 
@@ -500,7 +500,7 @@ def _play_client(
     if transport == "rpc":
         client = RpcTransport(me, {name: (each.host, each.pid) for name, each in addresses.items()})
     else:
-        client = SocketTransport(me, addresses)
+        client = SocketTransport(me, addresses, timeout=settings.timeout)
     report = settings.on_report
     listener = None
     if roles.master is not None and role == "master" and report is not None:

@@ -104,7 +104,7 @@ def _train(function: Callable[..., Any], arguments: tuple[Any, ...], plan: Train
     name = f"trainer{plan.rank}"
     report = None if plan.master is None else Reporter(name, plan.generation, plan.master)
     cluster = Cluster(
-        SocketTransport(Peer(name, plan.generation), plan.servers),
+        SocketTransport(Peer(name, plan.generation), plan.servers, timeout=plan.timeout),
         list(plan.servers),
         rank=plan.rank,
         trainers=plan.trainers,

@@ -1,0 +1,226 @@
+"""Trainers, servers and a master in processes of their own; some of them die."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import trainers
+from torch import Tensor
+
+from gradsync import ArgumentError, hybrid
+from gradsync.hybrid import Roles
+from gradsync.hybrid.slow import SlowWatch
+from gradsync.testing import WorkerPool
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def servers() -> Iterator[hybrid.Servers]:
+    with hybrid.start_servers(2) as running:
+        yield running
+
+
+def initial() -> Tensor:
+    with hybrid.local():
+        return trainers.whole(trainers.make_table())
+
+
+def assert_trained_like_one_process(found: list[dict[str, Tensor]], steps: int) -> None:
+    expected = trainers.train_alone(steps, len(found), initial())
+    for each in found:
+        assert each["version"] == steps
+        for name, value in expected.items():
+            torch.testing.assert_close(each[name], value)
+
+
+class TestTraining:
+    @pytest.mark.parametrize("ahead", [False, True])
+    def test_two_trainers_and_two_servers_train_like_one_process(
+        self, servers: hybrid.Servers, ahead: bool
+    ) -> None:
+        roles = Roles(trainer=trainers.train, trainers=2, servers=2)
+        assert_trained_like_one_process(hybrid.run(roles, args=(6, ahead), servers=servers), 6)
+
+    def test_progress_streams_to_the_master_while_the_trainers_train(self) -> None:
+        seen: list[tuple[str, int, float]] = []
+        roles = Roles(trainer=trainers.train, trainers=2, master=trainers.watch)
+        hybrid.run(
+            roles,
+            args=(5,),
+            on_report=lambda name, values: seen.append((name, values["step"], time.monotonic())),
+        )
+        done = time.monotonic()
+        for name in ("trainer0", "trainer1"):
+            assert [step for who, step, _ in seen if who == name] == list(range(5))
+        assert all(when < done for _, _, when in seen)
+
+    def test_a_trainer_with_fewer_batches_takes_its_leave(self, servers: hybrid.Servers) -> None:
+        roles = Roles(trainer=trainers.uneven, trainers=2)
+        assert hybrid.run(roles, servers=servers) == [5, 2]
+
+    def test_errors_of_trainers_are_told_with_their_names(self, servers: hybrid.Servers) -> None:
+        with pytest.raises(hybrid.RoleFailure, match="has index 50") as caught:
+            hybrid.run(Roles(trainer=trainers.wrong_index, trainers=2), servers=servers)
+        assert isinstance(caught.value.__cause__, ArgumentError)
+        assert "--- trainer1 ---" in str(caught.value)
+        with pytest.raises(hybrid.RoleFailure, match="cannot be pickled"):
+            hybrid.run(Roles(trainer=trainers.unpicklable), servers=servers)
+        assert hybrid.run(Roles(trainer=trainers.group_size, trainers=2), servers=servers) == [2, 2]
+
+
+class TestDeaths:
+    def test_a_server_that_dies_fails_all_trainers_within_two_seconds_by_name(
+        self, servers: hybrid.Servers
+    ) -> None:
+        killed: list[float] = []
+
+        def kill(_name: str, values: dict[str, int]) -> None:
+            if values["step"] == 5 and not killed:
+                killed.append(time.monotonic())
+                os.kill(servers.pids["server1"], signal.SIGKILL)
+
+        roles = Roles(trainer=trainers.train_until_it_fails, trainers=2)
+        with pytest.raises(hybrid.RoleFailure) as caught:
+            hybrid.run(roles, servers=servers, on_report=kill)
+        assert time.monotonic() - killed[0] < 2
+        cause = caught.value.__cause__
+        assert isinstance(cause, hybrid.ServerLostError)
+        assert cause.args[0].startswith("server1")
+        for part in str(caught.value).split("--- trainer")[1:]:
+            assert re.search(r"ServerLostError: server1\b", part), part
+
+    def test_a_trainer_that_dies_leaves_the_servers_to_a_new_set(
+        self, servers: hybrid.Servers
+    ) -> None:
+        roles = Roles(trainer=trainers.train_and_die, trainers=2)
+        with pytest.raises(hybrid.RoleFailure) as caught:
+            hybrid.run(roles, args=(1, 4), servers=servers)
+        assert "trainer1 died with exit code -9" in str(caught.value)
+        assert "trainer1 has ended without taking its leave" in str(caught.value)
+        ((left, version),) = hybrid.run(Roles(trainer=trainers.look), servers=servers)
+        assert version == 4
+        assert not torch.equal(left, initial())
+        found = hybrid.run(Roles(trainer=trainers.train, trainers=3), args=(2,), servers=servers)
+        assert all(each["version"] == 6 for each in found)
+        assert all(torch.equal(each["table"], found[0]["table"]) for each in found)
+
+    def test_a_server_that_has_stopped_is_named_after_the_time_out(
+        self, servers: hybrid.Servers
+    ) -> None:
+        os.kill(servers.pids["server0"], signal.SIGSTOP)
+        try:
+            with pytest.raises(hybrid.RoleFailure, match="server0 did not answer within 1 s"):
+                hybrid.run(Roles(trainer=trainers.look), servers=servers, timeout=1.0)
+        finally:
+            os.kill(servers.pids["server0"], signal.SIGCONT)
+
+    def test_nothing_outlives_the_process_that_started_it(self, tmp_path: Path) -> None:
+        program = (
+            "import sys; sys.path.insert(0, sys.argv[1])\n"
+            "import trainers\nfrom gradsync import hybrid\n"
+            "if __name__ == '__main__':\n"
+            "    with hybrid.start_servers(1) as servers:\n"
+            "        print(servers.pids['server0'], flush=True)\n"
+            "        hybrid.run(hybrid.Roles(trainer=trainers.sleep), servers=servers)\n"
+        )
+        script = tmp_path / "program.py"
+        script.write_text(program)
+        with subprocess.Popen(
+            [sys.executable, script, HERE], stdout=subprocess.PIPE, text=True
+        ) as parent:
+            assert parent.stdout is not None
+            pid = int(parent.stdout.readline())
+            parent.kill()
+            parent.wait(10)
+        deadline = time.monotonic() + 10
+        while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not Path(f"/proc/{pid}").exists()
+
+
+class TestSlowness:
+    def test_a_slow_server_is_named_with_its_p95(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        handle = hybrid.ParameterServer.handle
+
+        def slow(self, peer, message):
+            if self.name == "server1" and message.op == "lookup":
+                time.sleep(0.03)
+            return handle(self, peer, message)
+
+        monkeypatch.setattr(hybrid.ParameterServer, "handle", slow)
+        with hybrid.local(servers=3) as cluster:
+            cluster.watch._threshold = 0.02
+            table = trainers.make_table()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for step in range(20):
+                    table(trainers.batch(step, 0)[0])
+        (message,) = {str(each.message) for each in caught}
+        assert re.fullmatch(
+            r"server1 is slow: the 95th percentile of the last \d+ waits for it is \d+\.\d ms; "
+            r"the others' is \d+\.\d ms\.",
+            message,
+        )
+
+    def test_a_server_that_waits_for_other_trainers_is_not_slow(self) -> None:
+        watch = SlowWatch(["a", "b"], threshold=0.01)
+        for _ in range(40):
+            watch.record("a", 0.001)
+            watch.record("b", 0.002)
+        assert watch.p95("b") == 0.002
+
+
+class TestLaunchers:
+    def test_under_torchrun_each_process_plays_its_role(self, tmp_path: Path) -> None:
+        script = tmp_path / "program.py"
+        script.write_text(
+            "import os, sys; sys.path.insert(0, sys.argv[1])\n"
+            "import trainers\nfrom gradsync import hybrid\n"
+            "roles = hybrid.Roles(trainer=trainers.train, trainers=2, master=trainers.watch)\n"
+            "seen = []\n"
+            "value = hybrid.run(roles, args=(3,), on_report=lambda *each: seen.append(each))\n"
+            "role, _ = roles.role_of(int(os.environ['RANK']))\n"
+            "print(role, len(seen), value and value['version'], flush=True)\n"
+        )
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        result = subprocess.run(
+            [*launcher, "--nproc-per-node=4", script, HERE],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr
+        lines = sorted(result.stdout.splitlines())
+        assert lines == ["master 6 None", "server 0 None", "trainer 0 3", "trainer 0 3"]
+
+    @pytest.mark.parametrize("transport", ["sockets", "rpc"])
+    def test_both_transports_train_alike(self, pool: WorkerPool, transport: str) -> None:
+        def play(rank: int, world: int) -> object:
+            import trainers
+
+            roles = Roles(trainer=trainers.train, trainers=2)
+            where = os.environ["GRADSYNC_INIT_METHOD"]
+            return hybrid.run(roles, args=(4, True), rendezvous=where, transport=transport)
+
+        *found, nothing = pool.run(play, ranks=3, backend=None, timeout=90)
+        assert nothing is None
+        assert_trained_like_one_process(found, 4)
+
+    def test_a_wrong_number_of_processes_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(ArgumentError, match=r"need 3 processes \(2 trainers, 1 servers\)"):
+            hybrid.run(Roles(trainer=print, trainers=2), rendezvous="env://")
