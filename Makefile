@@ -22,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 .DELETE_ON_ERROR:
 .PHONY: help setup demo test lint format types imports unit native-test native-asan native-tsan model soak \
 	slow hosts conformance \
-	conformance-backend conformance-update bench-step bench-collectives clean distclean
+	conformance-backend conformance-update bench bench-step bench-collectives clean distclean
 
 help: ## Show this list
 	@echo "Usage: make TARGET"
@@ -94,6 +94,9 @@ conformance-backend: $(READY) ## PyTorch's own tests of collectives, on our back
 
 conformance-update: $(READY) ## The same, then write what passes to expected.json
 	$(BIN)/python tests/conformance/check.py --ddp $(DDP) --jobs $(JOBS) --update
+
+bench: $(READY) ## Sweep models, ranks and implementations (see docs/bench.md)
+	$(BIN)/gradsync bench $(ARGS)
 
 bench-step: $(READY) ## Race one training step: torch's DDP, ours, no DDP
 	$(BIN)/python benchmarks/step_race.py $(ARGS)

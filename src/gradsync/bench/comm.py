@@ -78,9 +78,9 @@ def run_comm_heat(
         ready = {"event": "calibrated", "contender": index, "correct": correct}
         emit({**ready, "repetitions": calls[-1]})
     for number in range(heat.rounds):
+        gc.collect(1)
         for index in turns(range(len(exercises)), number):
             emit({"event": "turn", "contender": index, "round": number})
-            gc.collect()
             exercises[index].run()
             seconds = max(meeting.gather(_time(exercises[index], calls[index], meeting)))
             measured = {"event": "timed", "contender": index, "round": number}

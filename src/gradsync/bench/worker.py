@@ -97,9 +97,10 @@ def run_heat(heat: Heat, meeting: Meeting, device: torch.device, emit: Emit) -> 
     del origin
 
     for number, steps in enumerate(heat.steps_by_round):
+        gc.collect()
         for index in turns(range(len(trainings)), number):
             emit({"event": "turn", "contender": index, "round": number})
-            gc.collect()
+            gc.collect(1)  # what the last one left; all of it would take 0.1 s each time
             trainings[index].run(1)
             meeting.barrier()
             seconds = meeting.gather(trainings[index].run(steps))
