@@ -291,6 +291,7 @@ void end_at(Phase phase, int nth, int signal, std::size_t size, bool symmetric) 
     the_probe().signal = signal;
     the_probe().countdown = nth;
     the_probe().phase = phase;
+    ::close(go[1]);  // so that the end of the parent ends us
     char byte;
     if (::read(go[0], &byte, 1) != 1) ::_exit(2);
     try {

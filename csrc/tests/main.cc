@@ -9,8 +9,10 @@
 
 int main(int count, char** arguments) {
   // Should a test ask for too much memory, let that be an error and not the end of other processes.
-  const rlimit limit{std::size_t{1} << 30, std::size_t{1} << 30};
+  const rlimit limit{std::size_t{1} << 30, std::size_t{1} << 30};  // of one segment
   ::setrlimit(RLIMIT_FSIZE, &limit);
+  const rlimit all{std::size_t{4} << 30, std::size_t{4} << 30};
+  if (!kSanitized) ::setrlimit(RLIMIT_AS, &all);  // the sanitizers have a limit of their own
   ::signal(SIGXFSZ, SIG_IGN);
   ::alarm(300);  // and should one hang, let that end
   int ran = 0;
