@@ -231,6 +231,20 @@ class TestSteps:
             table.step()
             torch.testing.assert_close(weight_of(table), torchs.weight - torchs.weight.grad)
 
+    def test_a_backward_can_be_a_step(self) -> None:
+        with hybrid.local(servers=2):
+            table = hybrid.RemoteEmbeddingBag(
+                ROWS, COLUMNS, name="t", optimizer=hybrid.SGD(lr=1.0), step_in_backward=True
+            )
+            torchs = local_copy(table)
+            for step in range(2):
+                for module in (table, torchs):
+                    module(*bags(step)).square().sum().backward()
+                with torch.no_grad():
+                    torchs.weight -= torchs.weight.grad
+                torchs.zero_grad()
+            torch.testing.assert_close(weight_of(table), torchs.weight.detach())
+
     @pytest.mark.parametrize("rows", [ROWS, 30_000])
     def test_zero_grad_forgets_what_was_sent_and_what_was_not(self, rows: int) -> None:
         with hybrid.local(servers=2):

@@ -150,7 +150,7 @@ def run(
             f"transport={transport!r} needs processes that are started together: use torchrun, or "
             'transport="sockets".'
         )
-    context = _context(start_method)
+    context = process_context(start_method)
     with ExitStack() as stack:
         if servers is None:
             servers = stack.enter_context(start_servers(roles.servers, start_method=start_method))
@@ -262,7 +262,7 @@ def start_servers(servers: int = 1, *, start_method: str = "forkserver") -> Serv
     ...     hybrid.run(hybrid.Roles(trainer=hybrid.rank_of), servers=servers)
     [0]
     """
-    context = _context(start_method)
+    context = process_context(start_method)
     token = secrets.token_hex(16)
     processes, pipes = {}, {}
     for at in range(servers):
@@ -400,8 +400,13 @@ def _reports_to(on_report: Report) -> Callable[[Peer, Message], None]:
     return handle
 
 
-def _context(start_method: str) -> BaseContext:
-    context = multiprocessing.get_context(start_method)
+def process_context(start_method: str = "forkserver") -> BaseContext:
+    """How processes are started.
+
+    >>> process_context("spawn").get_start_method()
+    'spawn'
+    """
+    context = multiprocessing.getprocess_context(start_method)
     if start_method == "forkserver":
         # Importing torch takes seconds, and so does what a DDP needs of it: once is enough.
         context.set_forkserver_preload(["gradsync.hybrid", "torch._dynamo"])

@@ -41,6 +41,8 @@ class RemoteEmbeddingBag(nn.Module):
         update: "sync": a step has the gradients of all trainers, and a lookup sees all steps
             before it; "async": the gradients of each trainer are applied as they come.
         reduce: "mean" divides the gradients by the number of trainers, as DDP does, "sum" not.
+        step_in_backward: let the backward of each lookup be a step: the servers apply it while DDP
+            still reduces. For models that look up once a step; ``step`` is not called then.
         staleness: a lookup may miss this many of the last steps, and waits less.
         seed, std: of the normal initial values, which are the same for any number of servers.
         dtype: of the rows.
@@ -73,6 +75,7 @@ class RemoteEmbeddingBag(nn.Module):
         include_last_offset: bool = False,
         update: str = "sync",
         reduce: str = "mean",
+        step_in_backward: bool = False,
         staleness: int = 0,
         seed: int = 0,
         std: float = 1.0,
@@ -87,6 +90,7 @@ class RemoteEmbeddingBag(nn.Module):
         self.cluster = current() if cluster is None else cluster
         self.mode = mode
         self.include_last_offset = include_last_offset
+        self.step_in_backward = step_in_backward
         self.staleness = staleness
         self.spec = TableSpec(
             name=name,
@@ -209,7 +213,9 @@ class RemoteEmbeddingBag(nn.Module):
     def _take(self, lookup: "Lookup", gradient: Tensor) -> None:
         """The gradients of the rows of a lookup."""
         self._held.append((lookup, gradient))
-        if sum(each.numel() * each.element_size() for _, each in self._held) > _AT_ONCE:
+        if self.step_in_backward:
+            self.step()
+        elif sum(each.numel() * each.element_size() for _, each in self._held) > _AT_ONCE:
             self._push(commit=False)
 
     def step(self) -> None:
