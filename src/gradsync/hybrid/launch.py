@@ -406,7 +406,7 @@ def process_context(start_method: str = "forkserver") -> BaseContext:
     >>> process_context("spawn").get_start_method()
     'spawn'
     """
-    context = multiprocessing.getprocess_context(start_method)
+    context = multiprocessing.get_context(start_method)
     if start_method == "forkserver":
         # Importing torch takes seconds, and so does what a DDP needs of it: once is enough.
         context.set_forkserver_preload(["gradsync.hybrid", "torch._dynamo"])
