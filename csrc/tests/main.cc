@@ -14,7 +14,7 @@ int main(int count, char** arguments) {
   const rlimit all{std::size_t{4} << 30, std::size_t{4} << 30};
   if (!kSanitized) ::setrlimit(RLIMIT_AS, &all);  // the sanitizers have a limit of their own
   ::signal(SIGXFSZ, SIG_IGN);
-  ::alarm(300);  // and should one hang, let that end
+  ::alarm(kSanitized ? 900 : 300);  // and should one hang, let that end
   int ran = 0;
   for (const check::Test& test : check::tests()) {
     bool is_named = count < 2;

@@ -45,6 +45,8 @@ ARITHMETIC = {
     dist.ReduceOp.MAX: torch.maximum,
 }
 LONGEST_QUEUE = 6
+ALL_GATHER_SINGLE = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # as it is new
+REDUCE_SCATTER_SINGLE = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 ROUND = 25  # steps after which the ranks agree whether to go on
 TIMEOUT = timedelta(seconds=60)
 
@@ -278,11 +280,11 @@ class Player:
         tensor = self.data(count, dtype)
         right = torch.cat(self.of_all(tensor))
         output = torch.empty(count * self.world, dtype=dtype)
-        work = dist.all_gather_into_tensor(
+        work = ALL_GATHER_SINGLE(
             output, tensor, group=self.group, async_op=self.common.random() < 0.5
         )
         self.begin(
-            f"all_gather_into_tensor({count} x {dtype})",
+            f"all_gather_single({count} x {dtype})",
             work,
             lambda: self.equal(output, right),
             tensor,
@@ -337,7 +339,7 @@ class Player:
         output = torch.empty(count, dtype=dtype)
         later = self.common.random() < 0.5
         if self.common.random() < 0.5:
-            work = dist.reduce_scatter_tensor(output, whole, op, group=self.group, async_op=later)
+            work = REDUCE_SCATTER_SINGLE(output, whole, op, group=self.group, async_op=later)
         else:
             pieces = list(whole.view(self.world, count))
             work = dist.reduce_scatter(output, pieces, op, group=self.group, async_op=later)
