@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -166,6 +167,7 @@ def _read(rank: int, facts: dict[str, Any]) -> Ending:
 def serve(control: Connection) -> None:
     die_with_parent()
     torch.set_num_threads(1)
+    importlib.import_module("pytest")  # or every rank would, for the functions of tests
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
     assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"

@@ -214,6 +214,9 @@ def endure(rank: int, world: int, path: str) -> float:
     return learned
 
 
+moments: Counter[str] = Counter()  # of the kills
+
+
 def kill_at_random(nursery: Nursery, seed: int, directory: Path) -> float:
     """Kill one of two or three ranks, or all; how long the others took to learn of it."""
     chance = random.Random(seed)
@@ -224,6 +227,7 @@ def kill_at_random(nursery: Nursery, seed: int, directory: Path) -> float:
     with nursery.start(endure, ranks, args=(path,), backend=None, timeout=20) as run:
         time.sleep(chance.uniform(0.0, 0.4))
         seen = set().union(*(segments_of(pid) for pid in run.pids))
+        moments["at work" if seen else "before there was a group"] += 1
         for victim in victims:
             with suppress(ProcessLookupError):
                 os.kill(run.pids[victim], signal.SIGKILL)
@@ -245,6 +249,7 @@ def test_ranks_killed_at_random_moments_neither_hang_nor_leak(
 ) -> None:
     for seed in range(10):
         kill_at_random(nursery, seed, tmp_path)
+    assert moments["at work"] >= 3  # or the moments are not what they should be
 
 
 @pytest.mark.slow
@@ -253,4 +258,5 @@ def test_two_hundred_kills_at_random_moments(nursery: Nursery, tmp_path: Path) -
     runs = [kill_at_random(nursery, 1000 + seed, tmp_path) for seed in range(200)]
     times = sorted(seconds for seconds in runs if seconds > 0)  # where somebody survived
     middle = times[len(times) // 2]
+    print(dict(moments))
     print(f"from {len(times)} deaths to the error: {middle:.2f} s, longest {times[-1]:.2f} s")

@@ -33,7 +33,7 @@ from torch._C._distributed_c10d import (
 from gradsync.backend._native import ReduceOp
 from gradsync.backend.board import GRACE_SECONDS, Board
 from gradsync.backend.engines import let_go
-from gradsync.backend.members import Member
+from gradsync.backend.members import Member, fetch
 from gradsync.backend.shared_memory import SharedMemory, Started
 from gradsync.backend.work import translate
 from gradsync.errors import (
@@ -156,7 +156,7 @@ class Hierarchy:
         """A hierarchy, if the ranks share memory on every machine."""
         if own == next(machine for machine in machines if own in machine)[0]:
             store.set(f"machine/{own.rank}", "" if memory is None else "shares")
-        if not all(store.get(f"machine/{machine[0].rank}") for machine in machines):
+        if not all(fetch(store, [f"machine/{machine[0].rank}" for machine in machines])):
             return None
         assert memory is not None
         return cls(store, own, machines, memory, timeout)
