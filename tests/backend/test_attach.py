@@ -289,6 +289,33 @@ def test_a_rank_that_dies_while_the_group_is_made_is_named_at_once(nursery: Nurs
     assert second.unwrap() - first.ended < 1.5
 
 
+def test_a_death_while_the_group_is_made_is_not_taken_for_memory_that_cannot_be_shared(
+    nursery: Nursery,
+) -> None:
+    def run(rank: int, world: int) -> float:
+        from gradsync.backend import attach
+
+        if rank == 0:  # says that all is well, and dies
+            attach.fetch = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+        original = attach._map
+
+        def wait_and_map(*args: Any) -> Any:
+            if rank == 1:
+                time.sleep(0.5)
+            return original(*args)
+
+        attach._map = wait_and_map
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(PeerLostError, match=r"rank 0 \(pid .*has ended") as caught:
+                dist.new_group(backend="gradsync")
+        assert caught.value.rank == 0
+        return time.monotonic()
+
+    first, second = nursery.run(run)
+    assert second.unwrap() - first.ended < 1.5
+
+
 def test_a_store_without_an_answer_is_waited_for_no_longer_than_it_says() -> None:
     store = HashStore()
     store.set_timeout(timedelta(seconds=1))

@@ -9,7 +9,7 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from gradsync.backend import _native
-from gradsync.backend.members import LONGEST_MESSAGE, Member, fetch
+from gradsync.backend.members import LONGEST_MESSAGE, Member, check_alive, fetch
 from gradsync.errors import FaultError, PeerLostError
 
 NONCE_BITS = 64
@@ -54,6 +54,7 @@ def attach(store: Store, own: Member, local: Sequence[Member]) -> _native.Contex
         return context
     if context is not None:
         context.close()
+    check_alive(local)  # a process that has ended can be neither watched nor asked for its memory
     # One that was told by another of its problem is not the first to have one.
     member, text, _ = min(problems, key=lambda entry: entry[1].startswith("rank "))
     reason = text if text.startswith("rank ") else f"{member.label}: {text}"

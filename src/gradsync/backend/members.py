@@ -80,14 +80,7 @@ def fetch(store: Store, keys: Sequence[str], watched: Sequence[Member] = ()) -> 
         try:
             store.wait(list(keys), limit)
         except RuntimeError:
-            for member in watched:
-                if not is_alive(member):
-                    raise PeerLostError(
-                        f"{member.label} has ended while a group with it was made.",
-                        rank=member.rank,
-                        host=member.host,
-                        pid=member.pid,
-                    ) from None
+            check_alive(watched)
             if time.monotonic() - began < 0.9 * limit.total_seconds():
                 raise  # it was not for time
             if time.monotonic() < deadline:
@@ -101,6 +94,18 @@ def fetch(store: Store, keys: Sequence[str], watched: Sequence[Member] = ()) -> 
         if store.has_extended_api():  # type: ignore[attr-defined]
             return list(store.multi_get(list(keys)))
         return [store.get(key) for key in keys]
+
+
+def check_alive(watched: Sequence[Member]) -> None:
+    """Raise if one of them, who are of this machine, has ended."""
+    for member in watched:
+        if not is_alive(member):
+            raise PeerLostError(
+                f"{member.label} has ended while a group with it was made.",
+                rank=member.rank,
+                host=member.host,
+                pid=member.pid,
+            )
 
 
 def is_alive(member: Member) -> bool:
