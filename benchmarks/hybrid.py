@@ -5,7 +5,7 @@
     benchmarks/hybrid.py --style reference        # only the plain way
 
 The reference is what torch's own benchmark does by hand: RPC to one server after the other,
-distributed autograd, DistributedOptimizer. Both take turns in the same processes.
+distributed autograd, DistributedOptimizer. Both take turns, and the other stands still meanwhile.
 """
 
 import argparse

@@ -279,7 +279,7 @@ class TestPrefetch:
             table = hybrid.RemoteEmbeddingBag(ROWS, COLUMNS, name="t")
             events = []
             send, answers = cluster._transport.request, cluster._transport.replies
-            cluster._transport.request = lambda s, m: events.append(s) or send(s, m)
+            cluster._transport.request = lambda s, m, **k: events.append(s) or send(s, m, **k)
             cluster._transport.replies = lambda r, t: events.append("waits") or answers(r, t)
             lookup = table.prefetch(bags()[0])
             assert events == ["server0", "server1", "server2"]

@@ -2,17 +2,24 @@
 
 The model is that of torch's own benchmark of DDP with parameter servers: on each server a table of
 ``embeddings`` × ``embedding_dim``, looked up with the same indices, and a linear layer on all of
-their outputs, under DDP. An epoch is ten batches. The styles take turns, round by round, in the
-same processes, so that what disturbs the machine disturbs both.
+their outputs, under DDP. An epoch is ten batches. The styles take turns, round by round, so that
+what disturbs the machine disturbs both, and the processes of the other one stand still meanwhile.
 """
 
+import os
 import random
+import signal
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from itertools import chain
+from multiprocessing.process import BaseProcess
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -49,7 +56,7 @@ class Settings:
     epochs: int = 20  # in a round
     rounds: int = 5
     styles: tuple[str, ...] = (OURS, REFERENCE)
-    backend: str = "gloo"  # of our DDP; the reference's is torch's on gloo
+    backend: str = "gradsync"  # of our DDP; the reference's is torch's on gloo
 
     def __post_init__(self) -> None:
         for name in ("trainers", "servers", "embeddings", "embedding_dim", "epochs", "rounds"):
@@ -70,33 +77,111 @@ def measure(settings: Settings) -> dict[str, Any]:
     >>> callable(measure)
     True
     """
-    with_reference = REFERENCE in settings.styles
-    context = launch.process_context()
-    with tempfile.TemporaryDirectory(prefix="gradsync-hybrid-") as folder:
-        init_method = f"file://{folder}/rpc"
-        world = settings.trainers + settings.servers
-        children = [
-            context.Process(  # type: ignore[attr-defined]
-                target=plain.serve,
-                args=(at, settings.trainers + at, world, init_method),
-                daemon=True,
-            )
-            for at in range(settings.servers if with_reference else 0)
-        ]
-        roles = launch.Roles(trainer=_trainer, trainers=settings.trainers, servers=settings.servers)
-        for child in children:
-            child.start()
+    with ExitStack() as stack:
+        contenders = {
+            style: stack.enter_context(_Contender(style, settings)) for style in settings.styles
+        }
+        for style in settings.styles:
+            contenders[style].take_turn()  # the warm-up
+        for turn in range(settings.rounds):
+            for style in settings.styles if turn % 2 == 0 else settings.styles[::-1]:
+                contenders[style].take_turn()
+        found = [each.finish() for each in contenders.values()]
+    return summarize(
+        settings, [dict(chain(*(each.items() for each in one))) for one in zip(*found, strict=True)]
+    )
+
+
+class _Contender:
+    """The processes of one style, which stand still while it is not their turn.
+
+    Torch's RPC polls, and takes a good part of a core in each idle process: so it is stopped.
+    """
+
+    def __init__(self, style: str, settings: Settings) -> None:
+        self._style, self._settings = style, settings
+        context = launch.process_context()
+        self._begin, self._done = context.Semaphore(0), context.Semaphore(0)
+        self._folder = tempfile.TemporaryDirectory(prefix="gradsync-hybrid-")
+        init_method = f"file://{self._folder.name}/rpc"
+        self._servers: list[BaseProcess] = []
+        self._pids: list[int] = []
+        if style == REFERENCE:
+            world = settings.trainers + settings.servers
+            for at in range(settings.servers):
+                arguments = (at, settings.trainers + at, world, init_method)
+                self._servers.append(
+                    context.Process(target=plain.serve, args=arguments, daemon=True)  # type: ignore[attr-defined]
+                )
+        roles = launch.Roles(
+            trainer=_trainer,
+            trainers=settings.trainers,
+            servers=settings.servers if style == OURS else 1,
+        )
+        self._result: Future[list[dict[str, list[list[float]]]]] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(roles, (style, settings, init_method, self._begin, self._done))
+        )
+
+    def __enter__(self) -> Self:
+        for server in self._servers:
+            server.start()
+            assert server.pid is not None
+            self._pids.append(server.pid)
+        self._thread.start()
+        self._wait()
+        self._signal(signal.SIGSTOP)
+        return self
+
+    def _run(self, roles: launch.Roles, arguments: tuple[Any, ...]) -> None:
         try:
-            found = launch.run(
-                roles, args=(settings, init_method), backend=settings.backend, timeout=300.0
+            self._result.set_result(
+                launch.run(
+                    roles,
+                    args=arguments,
+                    backend=self._settings.backend,
+                    timeout=600.0,
+                    on_report=lambda _name, values: self._pids.append(values["pid"]),
+                )
             )
-            for child in children:
-                child.join(20.0)
-        finally:
-            for child in children:
-                child.kill()
-                child.join(5.0)
-    return summarize(settings, found)
+        except BaseException as error:
+            self._result.set_exception(error)
+
+    def take_turn(self) -> None:
+        """Run some epochs, alone."""
+        self._signal(signal.SIGCONT)
+        for _ in range(self._settings.trainers):
+            self._begin.release()
+        self._wait()
+        self._signal(signal.SIGSTOP)
+
+    def _wait(self) -> None:
+        """Until all trainers are through."""
+        for _ in range(self._settings.trainers):
+            while not self._done.acquire(timeout=0.2):
+                if self._result.done():
+                    self._result.result()
+
+    def finish(self) -> list[dict[str, list[list[float]]]]:
+        """What was measured, by trainer."""
+        self._signal(signal.SIGCONT)
+        for _ in range(self._settings.trainers):
+            self._begin.release()
+        return self._result.result()
+
+    def _signal(self, number: int) -> None:
+        if self._style == REFERENCE:
+            for pid in self._pids:
+                os.kill(pid, number)
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(ProcessLookupError):
+            self._signal(signal.SIGCONT)
+        for server in self._servers:
+            server.kill()
+            server.join(5.0)
+        self._thread.join(30.0)
+        self._folder.cleanup()
 
 
 def summarize(settings: Settings, found: Sequence[dict[str, list[list[float]]]]) -> dict[str, Any]:
@@ -178,27 +263,24 @@ def table_of(result: dict[str, Any]) -> str:
 
 
 def _trainer(
-    cluster: Cluster, settings: Settings, init_method: str
+    cluster: Cluster, style: str, settings: Settings, init_method: str, begin: Any, done: Any
 ) -> dict[str, list[list[float]]]:
-    with_reference = REFERENCE in settings.styles
-    if with_reference:
-        world = settings.trainers + settings.servers
-        plain.join(cluster.rank, world, init_method)
-    epochs: dict[str, Callable[[], None]] = {}
-    for style in settings.styles:
-        epochs[style] = (_Ours if style == OURS else _Reference)(cluster, settings).epoch
-    measured: dict[str, list[list[float]]] = {style: [] for style in settings.styles}
-    for style in settings.styles:
-        _times(epochs[style], settings.warmup)
-    for turn in range(settings.rounds):
-        order = settings.styles if turn % 2 == 0 else settings.styles[::-1]
-        for style in order:
-            dist.barrier()
-            measured[style].append(_times(epochs[style], settings.epochs))
-    if with_reference:
-        epochs.clear()
+    cluster.report(pid=os.getpid())
+    if style == REFERENCE:
+        plain.join(cluster.rank, settings.trainers + settings.servers, init_method)
+    epoch = (_Ours if style == OURS else _Reference)(cluster, settings).epoch
+    measured = []
+    for count in (settings.warmup, *[settings.epochs] * settings.rounds):
+        dist.barrier()
+        done.release()
+        begin.acquire()
+        measured.append(_times(epoch, count))
+    done.release()
+    begin.acquire()
+    del epoch
+    if style == REFERENCE:
         plain.leave()
-    return measured
+    return {style: measured[1:]}
 
 
 def _times(epoch: Callable[[], None], count: int) -> list[float]:

@@ -64,9 +64,10 @@ class Cluster:
 
     # ---------------------------------------------------------------- messages
 
-    def send(self, messages: Mapping[str, Message]) -> dict[str, int]:
-        """Ask servers, all at once, without waiting."""
-        return {server: self._transport.request(server, each) for server, each in messages.items()}
+    def send(self, messages: Mapping[str, Message], *, hold: bool = False) -> dict[str, int]:
+        """Ask servers, all at once, without waiting; ``hold``: with the next message to each."""
+        request = self._transport.request
+        return {server: request(server, each, hold=hold) for server, each in messages.items()}
 
     def answers(self, requests: Mapping[str, int]) -> dict[str, Message]:
         """Wait for what was asked."""

@@ -22,6 +22,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 
 import torch
 
@@ -38,6 +39,7 @@ from gradsync.hybrid.transport import (
 )
 
 _BUFFER = 4 * 1024 * 1024
+_PIECES = 64  # in one call
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,8 @@ class Listener:
         peer: Peer | None = None
         try:
             _tune(client)
-            hello = wire.receive(client)
+            inbox = wire.Inbox(client)
+            hello = inbox.receive()
             if hello is None or not hmac.compare_digest(
                 str(hello[1].values.get("token")), self._token
             ):
@@ -129,7 +132,7 @@ class Listener:
             peer = Peer(hello[1].values["name"], hello[1].values["generation"])
             wire.send(client, wire.encode(Message("welcome"), hello[0]))
             sending = threading.Lock()
-            while (received := wire.receive(client)) is not None:
+            while (received := inbox.receive()) is not None:
                 number, message = received
                 answer = self._answer(peer, message)
                 if isinstance(answer, Future):
@@ -204,11 +207,15 @@ class SocketTransport(Transport):
         for _ in self.replies(hellos, timeout):
             pass
 
-    def request(self, server: str, message: Message) -> int:
+    def request(self, server: str, message: Message, *, hold: bool = False) -> int:
         """Send a message that will be answered."""
         with self._lock:
             self._last += 1
-            self._send(self._channels[server], message, self._last)
+            channel = self._channels[server]
+            if hold:
+                channel.outgoing.extend(wire.encode(message, self._last))
+            else:
+                self._send(channel, message, self._last)
             return self._last
 
     def post(self, server: str, message: Message) -> None:
@@ -218,6 +225,9 @@ class SocketTransport(Transport):
 
     def _send(self, channel: "_Channel", message: Message, number: int) -> None:
         channel.outgoing.extend(wire.encode(message, number))
+        self._flush(channel)
+
+    def _flush(self, channel: "_Channel") -> None:
         channel.flush()
         if channel.outgoing:
             self._selector.modify(
@@ -235,6 +245,9 @@ class SocketTransport(Transport):
         """The answers as they come."""
         start = time.perf_counter()
         waiting = dict(requests)
+        with self._lock:
+            for server in waiting:
+                self._flush(self._channels[server])
         while waiting:
             for server, number in list(waiting.items()):
                 channel = self._channels[server]
@@ -292,13 +305,7 @@ class _Channel:
         self.outgoing: deque[memoryview] = deque()
         self.answers: dict[int, Message] = {}
         self.error: ServerLostError | None = None
-        self._begin()
-
-    def _begin(self) -> None:
-        self._head, self._text = bytearray(wire.HEAD.size), bytearray()
-        self._body = torch.empty(0, dtype=torch.uint8)
-        self._parts: deque[memoryview] = deque([memoryview(self._head)])
-        self._knows_size = False
+        self._inbox = wire.Inbox(self.socket)
 
     def check(self) -> None:
         """Raise if the server is gone."""
@@ -309,12 +316,11 @@ class _Channel:
         """Send what can be sent now."""
         try:
             while self.outgoing:
-                piece = self.outgoing[0]
-                sent = self.socket.send(piece) if len(piece) else 0
-                if sent < len(piece):
-                    self.outgoing[0] = piece[sent:]
-                else:
-                    self.outgoing.popleft()
+                sent = self.socket.sendmsg(list(islice(self.outgoing, _PIECES)))
+                while self.outgoing and sent >= len(self.outgoing[0]):
+                    sent -= len(self.outgoing.popleft())
+                if sent:
+                    self.outgoing[0] = self.outgoing[0][sent:]
         except BlockingIOError:
             return
         except OSError as error:
@@ -323,32 +329,18 @@ class _Channel:
     def read(self) -> bool:
         """Take what has come; False if the server is gone."""
         try:
-            while True:
-                while self._parts and not len(self._parts[0]):
-                    self._parts.popleft()
-                if not self._parts:
-                    self._complete()
-                    continue
-                count = self.socket.recv_into(self._parts[0])
-                if not count:
-                    self._lose(None)
-                    return False
-                self._parts[0] = self._parts[0][count:]
+            if not self._inbox.read():
+                self._lose(None)
+                return False
+            while (found := self._inbox.next()) is not None:
+                number, message = found
+                self.answers[number] = message
         except BlockingIOError:
             return True
         except OSError as error:
             self._lose(error)
             return False
-
-    def _complete(self) -> None:
-        if not self._knows_size:
-            self._number, text, body = wire.open_head(self._head)
-            self._text, self._body = bytearray(text), torch.empty(body, dtype=torch.uint8)
-            self._parts.extend([memoryview(self._text), wire.writable(self._body)])
-            self._knows_size = True
-            return
-        self.answers[self._number] = wire.decode(self._text, self._body)
-        self._begin()
+        return True
 
     def _lose(self, error: OSError | None) -> None:
         self.outgoing.clear()

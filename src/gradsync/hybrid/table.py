@@ -338,7 +338,9 @@ class Lookup:
                     [self.local[at]],
                 )
                 for at, server in enumerate(table.spec.servers)
-            }
+            },
+            # What cannot be answered before the next step goes with its gradients.
+            hold=ahead > table.staleness and table.spec.update == "sync",
         )
 
     def rows(self) -> Tensor:

@@ -61,8 +61,11 @@ class Transport(ABC):
     """
 
     @abstractmethod
-    def request(self, server: str, message: Message) -> int:
-        """Send a message that will be answered; returns its number."""
+    def request(self, server: str, message: Message, *, hold: bool = False) -> int:
+        """Send a message that will be answered; returns its number.
+
+        With ``hold`` it may travel with the next message to the server, which wakes once then.
+        """
 
     @abstractmethod
     def post(self, server: str, message: Message) -> None:
@@ -142,7 +145,7 @@ class RpcTransport(Transport):
         self._last = 0
         self._lost: set[str] = set()
 
-    def request(self, server: str, message: Message) -> int:
+    def request(self, server: str, message: Message, *, hold: bool = False) -> int:
         """Send a message that will be answered."""
         self._last += 1
         arguments = (self._me.name, self._me.generation, message.op, message.values)

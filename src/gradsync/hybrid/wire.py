@@ -20,6 +20,7 @@ HEAD = struct.Struct(
 MAGIC = b"gsh1"
 _ALIGN = 64
 _JOINED = 64 * 1024  # up to this size one copy is cheaper than several calls
+_TEXT = 32 * 1024  # bytes of JSON at most
 _DTYPES = {
     str(dtype): dtype
     for dtype in (
@@ -67,7 +68,7 @@ def decode(text: bytes | bytearray, body: Tensor) -> Message:
     return Message(op, values, tensors)
 
 
-def open_head(head: bytes | bytearray) -> tuple[int, int, int]:
+def open_head(head: bytes | memoryview) -> tuple[int, int, int]:
     """Number, bytes of JSON, bytes of tensors.
 
     >>> open_head(HEAD.pack(MAGIC, 7, 14, 0))
@@ -83,28 +84,78 @@ def send(connection: socket.socket, pieces: Sequence[memoryview]) -> None:
     """Send all, on a blocking socket.
 
     >>> left, right = socket.socketpair()
-    >>> send(left, encode(Message("ping"), 3)); receive(right)
+    >>> send(left, encode(Message("ping"), 3))
+    >>> Inbox(right).receive()
     (3, Message(op='ping', values={}, tensors=[]))
     """
     for piece in pieces:
         connection.sendall(piece)
 
 
-def receive(connection: socket.socket) -> tuple[int, Message] | None:
-    """The next message with its number, on a blocking socket; None at its end.
+class Inbox:
+    """Takes messages from a socket, small ones with one call for all that has come.
 
     >>> left, right = socket.socketpair()
-    >>> left.close(); receive(right) is None
+    >>> left.close(); Inbox(right).receive() is None
     True
     """
-    head = bytearray(HEAD.size)
-    if not _fill(connection, memoryview(head)):
-        return None
-    number, text_size, size = open_head(head)
-    text, body = bytearray(text_size), torch.empty(size, dtype=torch.uint8)
-    if not _fill(connection, memoryview(text)) or not _fill(connection, writable(body)):
-        return None
-    return number, decode(text, body)
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._buffer = memoryview(bytearray(_JOINED + 4096))
+        self._begin = self._end = 0  # of what has come and is not taken
+        self._large: tuple[int, bytes, Tensor] | None = None  # a message of which a part has come
+        self._missing = memoryview(b"")  # of its tensors
+
+    def read(self) -> bool:
+        """Take what has come, once; False at the end of the connection."""
+        if len(self._missing):
+            count = self._socket.recv_into(self._missing)
+            self._missing = self._missing[count:]
+            return count > 0
+        if self._begin:  # make room
+            left = self._end - self._begin
+            self._buffer[:left] = bytes(self._buffer[self._begin : self._end])
+            self._begin, self._end = 0, left
+        count = self._socket.recv_into(self._buffer[self._end :])
+        self._end += count
+        return count > 0
+
+    def next(self) -> tuple[int, Message] | None:
+        """A message that is complete, with its number; None if there is none yet."""
+        if self._large is not None:
+            if len(self._missing):
+                return None
+            (number, text, body), self._large = self._large, None
+            return number, decode(text, body)
+        here = self._end - self._begin
+        if here < HEAD.size:
+            return None
+        at = self._begin + HEAD.size
+        number, text_size, size = open_head(self._buffer[self._begin : at])
+        if text_size > _TEXT:
+            raise FaultError(f"a message with {text_size} bytes of values is none of ours")
+        if here < HEAD.size + text_size:
+            return None
+        text = bytes(self._buffer[at : at + text_size])
+        at += text_size
+        body = torch.empty(size, dtype=torch.uint8)
+        count = min(size, self._end - at)
+        if count:
+            memory = writable(body)
+            memory[:count] = self._buffer[at : at + count]
+        self._begin = at + count
+        if count < size:
+            self._large, self._missing = (number, text, body), memory_from(body, count)
+            return None
+        return number, decode(text, body)
+
+    def receive(self) -> tuple[int, Message] | None:
+        """The next message, on a blocking socket; None at its end."""
+        while (found := self.next()) is None:
+            if not self.read():
+                return None
+        return found
 
 
 def writable(body: Tensor) -> memoryview:
@@ -116,13 +167,13 @@ def writable(body: Tensor) -> memoryview:
     return memoryview(body.numpy())  # type: ignore[arg-type]
 
 
-def _fill(connection: socket.socket, buffer: memoryview) -> bool:
-    while len(buffer):
-        count = connection.recv_into(buffer)
-        if not count:
-            return False
-        buffer = buffer[count:]
-    return True
+def memory_from(body: Tensor, start: int) -> memoryview:
+    """The memory of a tensor of bytes, from one of them on.
+
+    >>> len(memory_from(torch.empty(5, dtype=torch.uint8), 3))
+    2
+    """
+    return writable(body)[start:]
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
