@@ -400,24 +400,3 @@ class TestInTorchsPlace:
                 gradsync.unpatch_torch()
 
         pool.run(run, timeout=LIMIT)
-
-
-def test_under_distributed_autograd_it_says_that_it_cannot_yet(pool: WorkerPool) -> None:
-    def run(rank: int, world: int) -> tuple[str, str]:
-        import os
-
-        from torch.distributed import autograd, rpc
-
-        ddp = OurDDP(network())
-        options = rpc.TensorPipeRpcBackendOptions(init_method=os.environ["GRADSYNC_INIT_METHOD"])
-        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world, rpc_backend_options=options)
-        try:
-            train(ddp, rank)  # outside a context all is well
-            with autograd.context():
-                return "", str(caught(lambda: ddp(batch(rank, 0)), NotImplementedError))
-        finally:
-            rpc.shutdown()
-
-    for nothing, text in pool.run(run, ranks=1, timeout=LIMIT):
-        assert not nothing
-        assert "distributed.autograd" in text
