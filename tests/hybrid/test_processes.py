@@ -208,6 +208,14 @@ class TestLaunchers:
 
     @pytest.mark.parametrize("transport", ["sockets", "rpc"])
     def test_both_transports_train_alike(self, pool: WorkerPool, transport: str) -> None:
+        def use_rpc_alone(rank: int, world: int) -> None:
+            from torch.distributed import rpc
+
+            where = os.environ["GRADSYNC_INIT_METHOD"]
+            options = rpc.TensorPipeRpcBackendOptions(init_method=where)
+            rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+            rpc.shutdown()
+
         def play(rank: int, world: int) -> object:
             import trainers
 
@@ -215,6 +223,8 @@ class TestLaunchers:
             where = os.environ["GRADSYNC_INIT_METHOD"]
             return hybrid.run(roles, args=(4, True), rendezvous=where, transport=transport)
 
+        if transport == "rpc":  # torch counts how often a process has started it
+            pool.run(use_rpc_alone, ranks=1)
         *found, nothing = pool.run(play, ranks=3, backend=None, timeout=90)
         assert nothing is None
         assert_trained_like_one_process(found, 4)

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -30,19 +30,13 @@ from gradsync.errors import ArgumentError, FaultError, ServerLostError
 from gradsync.hybrid import process
 from gradsync.hybrid.cluster import Cluster, Report, Reporter, entered
 from gradsync.hybrid.process import Outcome, TrainerPlan
+from gradsync.hybrid.rpc import RpcTransport, abandon_rpc, serve_rpc, start_rpc, stop_rpc
 from gradsync.hybrid.server import ParameterServer
 from gradsync.hybrid.sockets import Address, Listener, SocketTransport
-from gradsync.hybrid.transport import (
-    Message,
-    Peer,
-    RpcTransport,
-    Transport,
-    serve_rpc,
-    start_rpc,
-    stop_rpc,
-)
+from gradsync.hybrid.transport import Message, Peer, Transport
 
 _START = 120.0  # seconds for a process to begin
+_LOOK = 0.1  # seconds between two looks whether the trainers are done
 _GRACE = 5.0  # seconds for the other trainers to fail for reasons of their own
 
 
@@ -458,24 +452,22 @@ def _play(
         store.set("token", secrets.token_hex(16))
     token = store.get("token").decode()
     role, index = roles.role_of(rank)
-    if transport == "rpc":
-        name = "master" if role == "master" else f"{role}{index}"
-        start_rpc(name, rank, world, store.get("rpc").decode() if rank else _rpc_address(store))
-    try:
+    name = "master" if role == "master" else f"{role}{index}"
+    with _rpc_running(name, rank, world, store) if transport == "rpc" else nullcontext():
         if role == "server":
-            return _play_server(f"server{index}", token, store, transport)
+            return _play_server(name, token, store, transport)
         return _play_client(roles, args, settings, role, index, token, store, transport)
-    finally:
-        if transport == "rpc":
-            stop_rpc()
 
 
-def _rpc_address(store: Store) -> str:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    address = f"tcp://{_own_ip()}:{port}"
-    store.set("rpc", address)
-    return address
+@contextmanager
+def _rpc_running(name: str, rank: int, world: int, store: Store) -> Iterator[None]:
+    start_rpc(name, rank, world, store, timeout=_START)
+    try:
+        yield
+    except BaseException:
+        abandon_rpc()  # the others must learn at once that this process has failed
+        raise
+    stop_rpc(timeout=_START)
 
 
 def _play_server(name: str, token: str, store: Store, transport: str) -> None:
@@ -527,8 +519,7 @@ def _play_client(
         if role == "master":
             assert roles.master is not None
             value = roles.master(cluster)
-            for at in range(roles.trainers):  # reports come until the trainers are done
-                store.get(f"done/{at}")
+            _wait_for_trainers(store, roles.trainers, cluster)  # they report until then
         else:
             dist.init_process_group(
                 settings.backend,
@@ -542,13 +533,22 @@ def _play_client(
             finally:
                 dist.destroy_process_group()
             store.set(f"done/{index}", "1")
-            for at in range(roles.trainers if roles.master is None else 0):
-                store.get(f"done/{at}")  # trainer 0 may be the host of the store
+            if roles.master is None:
+                _wait_for_trainers(store, roles.trainers, cluster)  # one may host the store
     cluster.leave(stops=True)
     cluster.close()
     if listener is not None:
         listener.close()
     return value
+
+
+def _wait_for_trainers(store: Store, trainers: int, cluster: Cluster) -> None:
+    """Until all are done: they may take hours. The launcher ends us if one of them fails."""
+    done = [f"done/{at}" for at in range(trainers)]
+    while not store.check(done):
+        if lost := cluster.lost():
+            raise ServerLostError(f"{' and '.join(lost)} is gone.", name=lost[0])
+        time.sleep(_LOOK)
 
 
 def _address(store: Store, name: str) -> Address:

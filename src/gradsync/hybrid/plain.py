@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore
 from torch.distributed import rpc
 from torch.nn.parallel.distributed import DistributedDataParallel
 
-from gradsync.hybrid.transport import start_rpc, stop_rpc
+from gradsync.hybrid.rpc import rpc_name, start_rpc, stop_rpc
 
 
 def server_name(at: int) -> str:
@@ -35,8 +36,8 @@ def serve(at: int, rank: int, world: int, init_method: str) -> None:
     """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", DeprecationWarning)
-    start_rpc(server_name(at), rank, world, init_method)
-    stop_rpc()
+    start_rpc(server_name(at), rank, world, _store(init_method, world))
+    stop_rpc(timeout=600.0)
 
 
 class PlainTrainer:
@@ -51,7 +52,10 @@ class PlainTrainer:
     ) -> None:
         self._tables = [
             rpc.remote(
-                server_name(at), nn.EmbeddingBag, args=(embeddings, dim), kwargs={"mode": "sum"}
+                rpc_name(server_name(at)),
+                nn.EmbeddingBag,
+                args=(embeddings, dim),
+                kwargs={"mode": "sum"},
             )
             for at in range(servers)
         ]
@@ -85,7 +89,7 @@ def join(rank: int, world: int, init_method: str) -> None:
     True
     """
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's optimizer uses what it deprecates
-    start_rpc(f"plain-trainer{rank}", rank, world, init_method)
+    start_rpc(f"plain-trainer{rank}", rank, world, _store(init_method, world))
 
 
 def leave() -> None:
@@ -95,7 +99,11 @@ def leave() -> None:
     True
     """
     dist.barrier()
-    stop_rpc()
+    stop_rpc(timeout=600.0)
+
+
+def _store(init_method: str, world: int) -> FileStore:
+    return FileStore(init_method.removeprefix("file://"), world)
 
 
 def _parameters(table: Any) -> list[Any]:

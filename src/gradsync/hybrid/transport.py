@@ -1,13 +1,11 @@
-"""The seam to the network: messages between named processes, and torch's RPC behind it.
+"""The seam to the network: messages between named processes.
 
 A server has a handler; a client sends requests, which are answered, and posts, which are not. That
 is all that parameter servers need. `gradsync.hybrid.sockets` has the implementation that is used
-by default; `RpcTransport` here is the only use that hybrid training makes of torch's RPC.
+by default; `gradsync.hybrid.rpc` has the other one, and is the only file of hybrid training that
+knows torch's RPC.
 """
 
-import os
-import socket
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -15,10 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.distributed import rpc
 
 from gradsync import errors
-from gradsync.errors import FaultError, GradsyncError, ServerLostError
+from gradsync.errors import FaultError, GradsyncError
 
 
 @dataclass
@@ -113,119 +110,3 @@ def raise_error(server: str, message: Message) -> None:
         return
     kind = getattr(errors, message.values["kind"] or "FaultError", FaultError)
     raise kind(f"{server}: {message.values['text']}")
-
-
-# ------------------------------------------------------------------------------ torch's RPC
-
-_handler: Handler | None = None  # of this process, if it is a server
-
-
-def serve_rpc(handler: Handler) -> None:
-    """Let ``handler`` answer what comes over torch's RPC, which has to run.
-
-    >>> serve_rpc(lambda peer, message: message)
-    """
-    global _handler
-    _handler = handler
-
-
-class RpcTransport(Transport):
-    """Messages by ``torch.distributed.rpc``, which has to run under the servers' names.
-
-    The set of processes is fixed when RPC starts, so new trainers cannot come to old servers.
-
-    >>> issubclass(RpcTransport, Transport)
-    True
-    """
-
-    def __init__(self, me: Peer, servers: Mapping[str, tuple[str, int]]) -> None:
-        self._me = me
-        self._where = dict(servers)  # host and pid, for messages
-        self._pending: dict[int, Any] = {}
-        self._last = 0
-        self._lost: set[str] = set()
-
-    def request(self, server: str, message: Message, *, hold: bool = False) -> int:
-        """Send a message that will be answered."""
-        self._last += 1
-        arguments = (self._me.name, self._me.generation, message.op, message.values)
-        self._pending[self._last] = rpc.rpc_async(
-            server, _handle, args=(*arguments, message.tensors), timeout=0
-        )
-        return self._last
-
-    def post(self, server: str, message: Message) -> None:
-        """Send a message that will not be answered."""
-        # Calls are served by several threads, so that order is kept only by waiting.
-        for _ in self.replies({server: self.request(server, message)}, timeout=60.0):
-            pass
-
-    def replies(
-        self, requests: Mapping[str, int], timeout: float
-    ) -> Iterator[tuple[str, Message, float]]:
-        """The answers as they come."""
-        start = time.perf_counter()
-        waiting = {server: self._pending.pop(number) for server, number in requests.items()}
-        while waiting:
-            for server, future in list(waiting.items()):
-                if future.done() or len(waiting) == 1:
-                    del waiting[server]
-                    yield server, self._answer(server, future), time.perf_counter() - start
-            if time.perf_counter() - start > timeout:
-                raise errors.DeadlineError(
-                    f"{', '.join(waiting)} has not answered in {timeout:g} s."
-                )
-            if waiting:
-                time.sleep(0.0001)
-
-    def _answer(self, server: str, future: Any) -> Message:
-        try:
-            op, values, tensors = future.wait()
-        except RuntimeError as error:
-            self._lost.add(server)
-            host, pid = self._where[server]
-            raise ServerLostError(
-                f"{server} (pid {pid} on {host}) is gone: {error}", name=server, host=host, pid=pid
-            ) from error
-        message = Message(op, values, tensors)
-        raise_error(server, message)
-        return message
-
-    def lost(self) -> list[str]:
-        """Servers that are known to be gone."""
-        return sorted(self._lost)
-
-    def close(self) -> None:
-        """Let go of the servers."""
-        self._pending.clear()
-
-
-def _handle(
-    name: str, generation: str, op: str, values: dict[str, Any], tensors: list[Tensor]
-) -> tuple[str, dict[str, Any], list[Tensor]]:
-    assert _handler is not None, f"{socket.gethostname()}, pid {os.getpid()}, serves nothing"
-    try:
-        answered = _handler(Peer(name, generation), Message(op, values, tensors))
-        answer = answered.result() if isinstance(answered, Future) else answered or Message("done")
-    except Exception as error:
-        answer = describe_error(error)
-    return answer.op, answer.values, answer.tensors
-
-
-def start_rpc(name: str, rank: int, world: int, init_method: str) -> None:
-    """Start torch's RPC under ``name``; all ``world`` processes have to.
-
-    >>> callable(start_rpc)
-    True
-    """
-    options = rpc.TensorPipeRpcBackendOptions(init_method=init_method, num_worker_threads=16)
-    rpc.init_rpc(name, rank=rank, world_size=world, rpc_backend_options=options)
-
-
-def stop_rpc() -> None:
-    """End torch's RPC when all processes do.
-
-    >>> callable(stop_rpc)
-    True
-    """
-    rpc.shutdown()
