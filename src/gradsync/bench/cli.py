@@ -15,7 +15,7 @@ from rich.console import Console
 
 import gradsync
 from gradsync import ArgumentError, UsageError
-from gradsync.bench import compare, files, tables, workloads
+from gradsync.bench import compare, files, report, tables, workloads
 from gradsync.bench.board import comm_cases_of
 from gradsync.bench.comm import COLLECTIVES
 from gradsync.bench.contenders import DEFAULT, DTYPES, IMPLEMENTATIONS
@@ -251,6 +251,37 @@ def diff(
             file=sys.stderr,
         )
     if slower:
+        raise typer.Exit(FAILED)
+
+
+@app.command("report")
+def report_page(
+    results: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Files of gradsync bench, bench hybrid or bench-comm, or of torch's benchmark.py. "
+            "Those after the first are compared with it.",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The page; a file that is there is replaced.")
+    ] = Path("report.html"),
+    png: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write each plot here as a PNG file too."),
+    ] = None,
+    title: Annotated[str, typer.Option(help="Of the page.")] = report.TITLE,
+) -> None:
+    """Draw results as one page that needs no network: plots, tables, facts about the machine.
+
+    It opens in any browser, in light and dark, on a phone, and without scripts (which only sort).
+    """
+    written = report.write_report(results, output, pngs=png, title=title)
+    print(f"{written.page}: {written.figures} plots")
+    if png is not None:
+        print(f"{png}: {len(written.pngs)} PNG files")
+    if not written.figures:
+        print("gradsync: the files hold no measurements: nothing to draw", file=sys.stderr)
         raise typer.Exit(FAILED)
 
 

@@ -106,6 +106,16 @@ def match(
     )
 
 
+def share_cases(before: Result, after: Result) -> bool:
+    """Is there a case that both have measured?
+
+    >>> share_cases(Result(), Result())
+    False
+    """
+    pairs, *_ = match(_measured(before), _measured(after))
+    return bool(pairs)
+
+
 def sheets_of(comparison: Comparison) -> list[Sheet]:
     """The comparison for people: the header, the cases, what has no counterpart."""
     header = Sheet(

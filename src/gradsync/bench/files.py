@@ -66,10 +66,15 @@ def write(path: Path | str, result: Result) -> None:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    replace(path, (dumps(document(result)) + "\n").encode())
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write a file in one move; what was there stays until all of the new one is."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w") as file:
-            file.write(dumps(document(result)) + "\n")
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
         os.chmod(name, 0o666 & ~_umask())
         os.replace(name, path)
     except BaseException:

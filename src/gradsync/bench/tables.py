@@ -177,7 +177,7 @@ def _model_sheet(cases: Sequence[Case]) -> Sheet:
     size = "" if first.parameters is None else f", {first.parameters:,} parameters"
     hook = f", hook {first.comm_hook}" if first.comm_hook else ""
     references = {
-        world: _reference([c for c in cases if c.world == world]) for world in _worlds(cases)
+        world: reference_of([c for c in cases if c.world == world]) for world in _worlds(cases)
     }
     names = dict.fromkeys(each.label for each in references.values() if each)
     notes = []
@@ -242,8 +242,8 @@ def _efficiency(case: Case, base: Case | None) -> float | None:
     return case.examples_per_second() / case.world / base.examples_per_second()
 
 
-def _reference(cases: Sequence[Case]) -> Case | None:
-    """With whom the others are compared: torch's class, or else the first with DDP."""
+def reference_of(cases: Sequence[Case]) -> Case | None:
+    """With whom the others are compared: torch's class, else the first with DDP."""
     synced = [case for case in cases if case.implementation != NO_DDP and case.error is None]
     return _find(synced, lambda case: case.implementation == TORCH) or _find(synced, bool)
 
