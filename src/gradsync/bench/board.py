@@ -19,6 +19,7 @@ from rich.table import Table
 
 from gradsync.bench import files
 from gradsync.bench.comm import CommHeat
+from gradsync.bench.hybrid_race import HybridHeat, hybrid_cases_of
 from gradsync.bench.launch import AnyHeat
 from gradsync.bench.plan import cases_of
 from gradsync.bench.result import COMPLETE, INTERRUPTED, RUNNING, Case, CommCase, Result, Timeline
@@ -158,8 +159,8 @@ class Board:
 
     def _title(self, heat: int) -> str:
         world = self._heats[heat].world
-        ranks = "1 rank" if world == 1 else f"{world} ranks"
-        return f"{_name(self._heats[heat])}, {ranks}"
+        who = "trainer" if isinstance(self._heats[heat], HybridHeat) else "rank"
+        return f"{_name(self._heats[heat])}, {world} {who}{'' if world == 1 else 's'}"
 
     def _describe(self, heat: int, event: dict[str, Any]) -> str:
         what = event["event"]
@@ -172,6 +173,8 @@ class Board:
 
 
 def _blank(heat: AnyHeat) -> list[Any]:
+    if isinstance(heat, HybridHeat):
+        return hybrid_cases_of(heat)
     return comm_cases_of(heat) if isinstance(heat, CommHeat) else cases_of(heat)
 
 
@@ -196,10 +199,12 @@ def _after(case: Any, event: dict[str, Any]) -> Any:
         case "measured":
             before = case.by_rank() if case.measurements else [()] * case.world
             joined = [(*old, *new) for old, new in zip(before, event["seconds"], strict=True)]
+            lengths = tuple(len(rank) for rank in joined)
             return replace(
                 case,
                 measurements=tuple(value for rank in joined for value in rank),
-                steps_by_round=(*case.steps_by_round, len(event["seconds"][0])),
+                steps_by_round=(*case.steps_by_round, max(map(len, event["seconds"]))),
+                steps_by_rank=lengths if len(set(lengths)) > 1 else (),
             )
         case "built":
             known = [value for value in event["peak_memory"] if value is not None]
@@ -230,7 +235,7 @@ def _times(case: Case | CommCase) -> Sequence[float]:
 def _name(heat: AnyHeat) -> str:
     if isinstance(heat, CommHeat):
         return f"{heat.collective} {human_size(heat.bytes)}"
-    return model_name(heat.workload)
+    return heat.name if isinstance(heat, HybridHeat) else model_name(heat.workload)
 
 
 def _line(case: Case | CommCase) -> str:

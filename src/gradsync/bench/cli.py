@@ -19,9 +19,12 @@ from gradsync.bench import compare, files, report, tables, workloads
 from gradsync.bench.board import comm_cases_of
 from gradsync.bench.comm import COLLECTIVES
 from gradsync.bench.contenders import DEFAULT, DTYPES, IMPLEMENTATIONS
+from gradsync.bench.hybrid_race import BOTH, OURS, REFERENCE, STYLES, HybridHeat, contenders
+from gradsync.bench.hybrid_sheet import sheets_of as hybrid_sheets_of
+from gradsync.bench.hybrid_styles import Shape
 from gradsync.bench.machine import describe_machine
 from gradsync.bench.plan import BUCKET_CAP_MB, Place, Settings, plan, plan_comm
-from gradsync.bench.result import BENCH, BENCH_COMM, Result
+from gradsync.bench.result import BENCH, BENCH_COMM, BENCH_HYBRID, Result
 from gradsync.bench.runner import FAILED, USAGE, Ranks, find_place, is_under_torchrun, run
 
 HOOKS = gradsync.hooks.names()
@@ -181,6 +184,64 @@ def bench(
     _finish(heats, result, path=json, how=format, allow_differences=allow_differences)
 
 
+@bench_app.command("hybrid")
+def bench_hybrid(
+    trainers: Annotated[int, typer.Option(min=1, help="Processes that train under DDP.")] = 2,
+    servers: Annotated[int, typer.Option(min=1, help="Parameter servers.")] = 4,
+    embeddings: Annotated[int, typer.Option(min=1, help="Rows of the table on a server.")] = 300,
+    embedding_dim: Annotated[int, typer.Option(min=1, help="Its columns.")] = 16,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Bags; default: as torch's script draws them, about 7."),
+    ] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="Of ten batches, in a round.")] = 10,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each style; 5 for a verdict.")] = 10,
+    warmup: Annotated[
+        int, typer.Option("--warmup", "--warm-up", min=1, help="Epochs before, not measured.")
+    ] = 5,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights and data.")] = 0,
+    threads: Annotated[int, typer.Option(min=1, help="Of each process.")] = 1,
+    style: Annotated[
+        str,
+        typer.Option(
+            callback=_one_of(*STYLES),
+            help=f"{OURS}: gradsync.hybrid; {REFERENCE}: RPC to one server after the other, "
+            f"distributed autograd, DistributedOptimizer; {BOTH}: in turns.",
+        ),
+    ] = BOTH,
+    backend: Annotated[
+        str, typer.Option(callback=_one_of(*BACKENDS), help="Of our trainers' DDP.")
+    ] = "gradsync",
+    json: JsonOption = None,
+    format: FormatOption = "table",
+) -> None:
+    """Time hybrid training: tables on parameter servers, a network under DDP on the trainers.
+
+    The model is that of torch's benchmark_ddp_rpc.py. Our way and the plain one take turns in one
+    run; the processes of the one stand still while the other runs. All of them are on this host.
+    """
+    if is_under_torchrun():
+        raise ArgumentError("gradsync bench hybrid starts its own processes: leave torchrun away")
+    shape = Shape(
+        trainers=trainers,
+        servers=servers,
+        embeddings=embeddings,
+        embedding_dim=embedding_dim,
+        batch_size=batch_size,
+        seed=seed,
+        threads=threads,
+    )
+    heat = HybridHeat(
+        shape=shape,
+        contenders=contenders(style, backend),
+        warm_up=warmup,
+        epochs=epochs,
+        rounds=rounds,
+    )
+    result = Result(kind=BENCH_HYBRID, distributed_backend=",".join(heat.backends))
+    _finish([heat], result, path=json, how=format, allow_differences=False)
+
+
 @app.command("bench-comm")
 def bench_comm(
     collective: Annotated[
@@ -320,7 +381,8 @@ def _finish(
         result, code = run(heats, result, path=path, console=console)
         is_silent = False
     if not is_silent:
-        tables.show(tables.sheets_of(result), how, status=result.status)
+        sheets_of = hybrid_sheets_of if result.kind == BENCH_HYBRID else tables.sheets_of
+        tables.show(sheets_of(result), how, status=result.status)
     raise typer.Exit(code)
 
 

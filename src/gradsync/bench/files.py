@@ -34,7 +34,7 @@ from gradsync.bench.result import (
     Result,
     Timeline,
 )
-from gradsync.bench.stats import median
+from gradsync.bench.stats import median, percentile
 
 _HEADER: Final = (
     "created", "command", "status", "pytorch_version", "cuda_version", "distributed_backend",
@@ -124,6 +124,9 @@ def _series_document(series: Sequence[Case], baseline: Case | None) -> dict[str,
 def _case_document(case: Case) -> dict[str, Any]:
     own = {name: value for name, value in asdict(case).items() if name not in SERIES}
     summary: dict[str, Any] = {f"p{p}": case.seconds(p) for p in PERCENTS}
+    summary["by_rank"] = [
+        {f"p{p}": percentile(rank, p) for p in PERCENTS} for rank in case.by_rank() if rank
+    ]
     summary["examples_per_second"] = case.examples_per_second()
     summary["exposed"] = case.exposed
     return {**own, "summary": summary}

@@ -7,7 +7,8 @@ to files. They share a folder with us: rank 0 appends events to a file, which we
 named ``stop`` asks the ranks to stop. If we die, the kernel ends the launcher, and it its ranks.
 
 This module is both sides: ``launch`` for the user's process, and a program for the other two,
-``python -m gradsync.bench.launch start FOLDER`` and ``... rank FOLDER``.
+``python -m gradsync.bench.launch start FOLDER`` and ``... rank FOLDER``. Hybrid training starts
+processes of its own: there is one process, ``... drive FOLDER``, in place of launcher and ranks.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from gradsync import hybrid
 from gradsync.bench.comm import CommHeat, run_comm_heat
+from gradsync.bench.hybrid_race import HybridHeat, run_hybrid_heat
 from gradsync.bench.meeting import Meeting, Stopped
 from gradsync.bench.worker import Emit, Heat, run_heat
 
-AnyHeat = Heat | CommHeat
+AnyHeat = Heat | CommHeat | HybridHeat
 OnEvent = Callable[[int, dict[str, Any]], None]  # the heat's number, the event
 
 POLL_SECONDS: Final = 0.1
@@ -95,7 +98,7 @@ def launch(heats: Sequence[AnyHeat], *, stop: Stop, on_event: OnEvent) -> Failur
         events.touch()
         output = (folder / "launcher.log").open("wb")
         launcher = subprocess.Popen(
-            [sys.executable, "-m", _MODULE, "start", name],
+            [sys.executable, "-m", _MODULE, _role_for(heats), name],
             env=os.environ | {"OMP_NUM_THREADS": str(threads)},
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -113,6 +116,10 @@ def launch(heats: Sequence[AnyHeat], *, stop: Stop, on_event: OnEvent) -> Failur
             tail = _tail((folder / "launcher.log").read_text(errors="replace"))
             return Failure(message=f"the launcher ended with code {launcher.returncode}: {tail}")
         return None
+
+
+def _role_for(heats: Sequence[AnyHeat]) -> str:
+    return "drive" if any(isinstance(heat, HybridHeat) for heat in heats) else "start"
 
 
 def _follow(
@@ -222,6 +229,39 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGTERM)
 
 
+# ------------------------------------------------------------------------- hybrid training
+
+
+def drive(folder: Path) -> int:
+    """Run the heats with processes that we start, and write down how a heat failed."""
+    _die_with_parent()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that they are ended, not left
+    _, heats = pickle.loads((folder / _HEATS).read_bytes())
+    try:
+        with (folder / _EVENTS).open("a") as events:
+            for number, heat in enumerate(heats):
+                emit = _event_writer(events, number)
+                emit({"event": "begun"})
+                run_hybrid_heat(heat, (folder / _STOP).exists, emit)
+                emit({"event": "done"})
+    except Stopped:
+        pass
+    except Exception as error:
+        traceback.print_exc()
+        (folder / _FAILURE).write_text(json.dumps(asdict(Failure(message=_why(error)))))
+        return 1
+    return 0
+
+
+def _why(error: Exception) -> str:
+    """In one line; of a trainer that raised, what it raised."""
+    if isinstance(error, hybrid.RoleFailure) and error.__cause__ is not None:
+        return f"{error.role}: {type(error.__cause__).__name__}: {error.__cause__}"
+    if isinstance(error, hybrid.RoleFailure):
+        return _tail(str(error))
+    return f"{type(error).__name__}: {error}"
+
+
 # ------------------------------------------------------------------------- a rank
 
 
@@ -260,6 +300,7 @@ def run_any(heat: AnyHeat, meeting: Meeting, device: torch.device, emit: Emit) -
     if isinstance(heat, CommHeat):
         run_comm_heat(heat, meeting, device, emit)
     else:
+        assert isinstance(heat, Heat), "hybrid training is driven by one process"
         run_heat(heat, meeting, device, emit)
     gc.collect()
     if meeting.rank == 0:
@@ -298,4 +339,4 @@ def _event_writer(file: Any, heat: int) -> Emit:
 
 if __name__ == "__main__":
     _, role, where = sys.argv
-    sys.exit({"start": start, "rank": rank_main}[role](Path(where)))
+    sys.exit({"start": start, "rank": rank_main, "drive": drive}[role](Path(where)))

@@ -14,6 +14,7 @@ SCHEMA_VERSION: Final = 1
 
 BENCH: Final = "bench"
 BENCH_COMM: Final = "bench-comm"
+BENCH_HYBRID: Final = "bench-hybrid"
 
 RUNNING: Final = "running"  # the file of a run that goes on, or was killed
 COMPLETE: Final = "complete"
@@ -89,6 +90,7 @@ class Case:
     # What was measured.
     measurements: tuple[float, ...] = ()  # seconds of each step: all of the first rank, then on
     steps_by_round: tuple[int, ...] = ()  # of each rank; empty: no rounds (torch's files)
+    steps_by_rank: tuple[int, ...] = ()  # empty: all have the same; who has fewer lacks the last
     parameters: int | None = None  # elements
     peak_memory: tuple[int, ...] = ()  # bytes, one value a rank, beyond what was there before
     timelines: tuple[Timeline, ...] = ()  # one a rank, where the implementation tells
@@ -128,16 +130,16 @@ class Case:
 
     def by_rank(self) -> tuple[tuple[float, ...], ...]:
         """The measurements of each rank, in the order of the steps."""
-        steps = len(self.measurements) // max(self.world, 1)
+        even = (len(self.measurements) // max(self.world, 1),) * self.world
+        ends = list(accumulate(self.steps_by_rank or even))
         return tuple(
-            self.measurements[start : start + steps]
-            for start in range(0, steps * self.world, max(steps, 1))
+            self.measurements[start:end] for start, end in zip([0, *ends], ends, strict=False)
         )
 
     def by_round(self) -> tuple[tuple[float, ...], ...]:
         """The measurements of each round, all ranks; without rounds, those of each step."""
         ranks = self.by_rank()
-        steps = len(ranks[0]) if ranks else 0
+        steps = max((len(rank) for rank in ranks), default=0)
         ends = list(accumulate(self.steps_by_round)) or list(range(1, steps + 1))
         return tuple(
             tuple(value for rank in ranks for value in rank[start:end])
@@ -196,7 +198,7 @@ class Result:
     ['torch']
     """
 
-    kind: str = BENCH  # bench, bench-comm; torch's files are bench
+    kind: str = BENCH  # bench, bench-comm, bench-hybrid; torch's files are bench
     schema_version: int | None = SCHEMA_VERSION  # None: written by torch's benchmark.py
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     command: str = ""
