@@ -6,6 +6,7 @@
     python benchmarks/step_race.py --memory              # peak memory with bucket views
     python benchmarks/step_race.py --hooks               # compression hooks against torch's
     python benchmarks/step_race.py --shared-memory       # ours on the gradsync backend
+    python benchmarks/step_race.py --rounds 15 --slot-seconds 0.25 --readme    # README's table
 
 Contenders: "local" (no DDP: the ideal), "torch" and "gradsync" with their defaults, "torch-tuned"
 and "gradsync-tuned" with gradient_as_bucket_view, static_graph and batched_grad_copy. They take
@@ -78,6 +79,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--backend", default="gloo", help="default %(default)s")
     parser.add_argument("--json", type=Path, metavar="PATH", help="rewritten after each workload")
     parser.add_argument("--markdown", action="store_true", help="print a markdown table as well")
+    parser.add_argument("--readme", action="store_true", help="print the README's table, only")
     parser.add_argument("--memory", action="store_true", help="compare peak memory, not time")
     parser.add_argument("--hooks", action="store_true", help="race communication hooks")
     parser.add_argument(
@@ -185,7 +187,8 @@ class Scoreboard:
     interrupted: bool = False
 
     def __post_init__(self) -> None:
-        self.console = Console(quiet=dist.get_rank() != 0)
+        # With --readme the table has standard output for itself.
+        self.console = Console(quiet=dist.get_rank() != 0, stderr=self.arguments.readme)
         self.progress = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
             TimeElapsedColumn(), console=self.console, disable=not self.console.is_terminal,
@@ -225,6 +228,8 @@ class Scoreboard:
 
     def print(self) -> None:
         report.print_tables(self.console, self.laps)
+        if self.arguments.readme and dist.get_rank() == 0:
+            print(report.readme(self.laps), flush=True)
         if self.arguments.markdown:
             self.console.print(report.markdown(self.laps), markup=False, soft_wrap=True)
 

@@ -20,11 +20,18 @@ from rich.table import Table
 from race.memory import MemoryRow
 from race.stats import FASTER, SLOWER, Row, complete_rounds, summarise
 from race.track import Lap
+from race.workloads import WORKLOADS
 
 SCHEMA = 1
 COLUMNS = ("contender", "step ms", "of local", "ratio", "95 % spread", "verdict")
 MEMORY_COLUMNS = ("workload", "contender", "parameters MB", "peak growth MB", "of torch's")
 STYLES = {FASTER: "green", SLOWER: "red"}
+README_COLUMNS = {
+    "gradsync": "ours, defaults",
+    "gradsync-tuned": "ours, views and static graph",
+    "gradsync-shm": "ours in shared memory, defaults",
+    "gradsync-shm-tuned": "ours in shared memory, views and static graph",
+}
 
 
 def print_tables(console: Console, laps: Sequence[Lap]) -> None:
@@ -49,6 +56,21 @@ def markdown(laps: Sequence[Lap]) -> str:
             lines.append("| " + " | ".join((lap.workload, *_cells(row))) + " |")
         lines += [f"\n{warning}" for warning in _warnings(lap)]
     return "\n".join(lines)
+
+
+def readme(laps: Sequence[Lap]) -> str:
+    """The README's table: a row a workload, a column a contender of ours, the ratio to torch."""
+    rows = {
+        lap.workload: {row.contender: row for row in summarise(lap.seconds_per_step, lap.rivals)}
+        for lap in laps
+    }
+    present = [name for name in README_COLUMNS if any(name in row for row in rows.values())]
+    lines = markdown_head(["", *(README_COLUMNS[name] for name in present)])
+    lines[0] = lines[0].replace("|  |", "| |", 1)
+    for workload, row in rows.items():
+        cells = [_readme_cell(row.get(name)) for name in present]
+        lines.append("| " + " | ".join((WORKLOADS[workload].title, *cells)) + " |")
+    return "\n".join([*lines, *(f"\n{warning}" for lap in laps for warning in _warnings(lap))])
 
 
 def print_memory(console: Console, rows: Sequence[MemoryRow]) -> None:
@@ -139,6 +161,12 @@ def _cells(row: Row) -> tuple[str, ...]:
         if row.ratio.verdict in STYLES
         else row.ratio.verdict,
     )
+
+
+def _readme_cell(row: Row | None) -> str:
+    if row is None or row.ratio is None:
+        return ""
+    return f"{row.ratio.median:.2f} [{row.ratio.spread.low:.2f} … {row.ratio.spread.high:.2f}]"
 
 
 def _warnings(lap: Lap) -> list[str]:

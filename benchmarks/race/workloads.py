@@ -23,6 +23,7 @@ LEARNING_RATE = 1e-3
 class Workload:
     name: str
     summary: str
+    title: str  # in the README
     build: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], Batch]
 
@@ -148,30 +149,35 @@ WORKLOADS: dict[str, Workload] = {
         Workload(
             name="policy",
             summary="RL-size policy MLP, batch 64",
+            title="policy, 6 k parameters",
             build=policy_mlp,
             batch=_features(64, 24, classes=4),
         ),
         Workload(
             name="many-small",
             summary="300-layer MLP of 32x32, batch 32",
+            title="300 layers of 32×32, 600 tensors",
             build=many_small_mlp,
             batch=_features(32, 32, classes=32),
         ),
         Workload(
             name="convnet",
             summary="small ResNet with BatchNorm, 32x32 images, batch 16",
+            title="convnet with BatchNorm",
             build=small_resnet,
             batch=_features(16, 3, 32, 32, classes=10),
         ),
         Workload(
             name="wide",
             summary="wide MLP, batch 16",
+            title="wide MLP, 22 M parameters",
             build=wide_mlp,
             batch=_features(16, 1024, classes=10),
         ),
         Workload(
             name="transformer",
             summary="6-layer transformer, 64 tokens, batch 8",
+            title="transformer, 7 M parameters",
             build=SmallTransformer,
             batch=_tokens(8, SmallTransformer.LENGTH, SmallTransformer.VOCABULARY),
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,9 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from race import stats  # noqa: E402
+from race import report, stats  # noqa: E402
+from race.track import Lap  # noqa: E402
+from race.workloads import WORKLOADS  # noqa: E402
 
 
 def rows(times: stats.Times) -> dict[str, stats.Row]:
@@ -97,6 +100,27 @@ def test_a_stopped_race_counts_only_the_rounds_that_all_finished() -> None:
 def test_interval_of_nothing_is_an_error() -> None:
     with pytest.raises(ValueError, match="at least one value"):
         stats.median_interval([])
+
+
+def test_the_table_of_the_readme_is_what_the_command_prints() -> None:
+    laps = [
+        Lap(
+            workload=workload.name, summary=workload.summary, parameters=1, tensors=1, buffers=0,
+            seconds_per_step={
+                "local": [0.5] * 7, "torch": [1.0] * 7, "torch-tuned": [1.1] * 7,
+                "gradsync": [0.8] * 7, "gradsync-tuned": [1.25] * 7,
+            },
+        )
+        for workload in WORKLOADS.values()
+    ]  # fmt: skip
+    printed = report.readme(laps).splitlines()
+    assert printed[2] == ("| policy, 6 k parameters | 1.25 [1.25 … 1.25] | 0.80 [0.80 … 0.80] |")
+    readme = (BENCHMARKS.parent / "README.md").read_text().splitlines()
+    start = readme.index(printed[0])
+    assert readme[start + 1] == printed[1]
+    number = re.compile(r"\d+\.\d\d")
+    for mine, theirs in zip(printed[2:], readme[start + 2 :], strict=False):
+        assert number.sub("", mine) == number.sub("", theirs)
 
 
 def test_race_runs_on_two_ranks_and_writes_its_result(tmp_path: Path) -> None:
