@@ -168,7 +168,7 @@ def elements(figure: svg.Figure) -> list[ET.Element]:
         for key in ("x", "y", "x1", "x2", "y1", "y2", "cx", "cy"):
             if key in element.attrib:
                 limit = svg.WIDTH if "x" in key else figure.height
-                assert -5 <= float(element.attrib[key]) <= limit + 5, element.attrib
+                assert -svg.MARGIN <= float(element.attrib[key]) <= limit, element.attrib
     return found
 
 

@@ -293,7 +293,7 @@ def test_each_plot_becomes_a_picture_with_its_words(folder, monkeypatch, capsys)
     for path in (folder / "new" / "png").iterdir():
         header = path.read_bytes()[:24]
         assert header.startswith(b"\x89PNG")
-        assert int.from_bytes(header[16:20], "big") == 880
+        assert int.from_bytes(header[16:20], "big") == 920
     del resvg
 
 

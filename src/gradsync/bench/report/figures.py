@@ -226,7 +226,7 @@ def comm_figures(group: CommGroup, content: Content) -> list[Figure]:
                 bar_plot(
                     bars,
                     name=f"{_slug(*_comm_key(group), *_name(run, content))}-ratios",
-                    title=f"{where}: as fast as {reference}",
+                    title=f"{where}: speed against {reference}",
                     subtitle=_with_run(
                         "with the 95 % interval; right of 1 is faster", run, content
                     ),

@@ -60,24 +60,26 @@ def log_ticks(low: float, high: float, most: int = 7) -> list[float]:
     >>> log_ticks(1e-6, 1e-2)
     [1e-06, 1e-05, 0.0001, 0.001, 0.01]
     """
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     ticks: list[float] = []
-    for leads in ((1, 2, 5), (1, 3), (1,)):
-        powers = [float(f"{lead}e{power}") for power in range(first, last + 1) for lead in leads]
-        ticks = [value for value in powers if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
+    for leads in ((1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)):
+        ticks = _with_leads(leads, low, high)
         if len(ticks) <= most:
             break
     ticks = ticks[:: math.ceil(len(ticks) / most)] if len(ticks) > most else ticks
     return ticks if len(ticks) >= 2 else linear_ticks(low, high, most)
 
 
-def ratio_ticks(low: float, high: float) -> list[float]:
+def ratio_ticks(low: float, high: float, fewest: int = 4) -> list[float]:
     """For ratios, where 1 matters most and is always among them.
 
-    >>> ratio_ticks(0.5, 4.2), ratio_ticks(0.8, 1.25)
-    ([0.5, 1.0, 2.0], [0.8, 0.9, 1.0, 1.1, 1.2])
+    >>> ratio_ticks(0.48, 2.1), ratio_ticks(0.8, 1.25)
+    ([0.5, 0.7, 1.0, 1.5, 2.0], [0.8, 0.9, 1.0, 1.1, 1.2])
     """
-    ticks = linear_ticks(low, high) if high < 2.5 * low else log_ticks(low, high)
+    for leads in ((1.0,), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)):
+        ticks = _with_leads(leads, low, high)
+        if len(ticks) >= fewest:
+            return ticks
+    ticks = linear_ticks(low, high)
     return ticks if 1.0 in ticks else sorted([*ticks, 1.0])
 
 
@@ -125,6 +127,13 @@ def short_time(seconds: float) -> str:
 def _round_step(step: float) -> float:
     power = 10.0 ** math.floor(math.log10(step))
     return next(power * lead for lead in _STEPS if power * lead >= step * (1 - 1e-9))
+
+
+def _with_leads(leads: Sequence[float], low: float, high: float) -> list[float]:
+    """The powers of ten times each of ``leads`` that lie inside."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    values = [float(f"{lead}e{power}") for power in range(first, last + 1) for lead in leads]
+    return [value for value in values if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
 
 
 def _multiples(low: float, high: float, step: float) -> list[float]:

@@ -12,6 +12,7 @@ from html import escape
 from typing import Final
 
 WIDTH: Final = 440  # of every figure: a phone shows it nearly as large as it is drawn
+MARGIN: Final = 10  # around a figure in a file of its own
 FONT: Final = (
     "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'Liberation Sans', "
     "'DejaVu Sans', sans-serif"
@@ -51,12 +52,12 @@ def standalone(figure: Figure, css: str) -> str:
     return tag(
         "svg",
         tag("style", css),
-        rect(0, 0, WIDTH, figure.height, "surface"),
+        rect(-MARGIN, -MARGIN, WIDTH + 2 * MARGIN, figure.height + 2 * MARGIN, "surface"),
         figure.body,
         xmlns="http://www.w3.org/2000/svg",
-        width=WIDTH,
-        height=figure.height,
-        viewBox=f"0 0 {WIDTH} {figure.height:g}",
+        width=WIDTH + 2 * MARGIN,
+        height=figure.height + 2 * MARGIN,
+        viewBox=f"{-MARGIN} {-MARGIN} {WIDTH + 2 * MARGIN} {figure.height + 2 * MARGIN:g}",
         font_family=FONT,
     )
 
