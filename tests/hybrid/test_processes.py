@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -21,8 +20,6 @@ from gradsync import ArgumentError, hybrid
 from gradsync.hybrid import Roles
 from gradsync.hybrid.slow import SlowWatch
 from gradsync.testing import WorkerPool
-
-HERE = Path(__file__).parent
 
 
 @pytest.fixture
@@ -125,28 +122,29 @@ class TestDeaths:
         finally:
             os.kill(servers.pids["server0"], signal.SIGCONT)
 
-    def test_nothing_outlives_the_process_that_started_it(self, tmp_path: Path) -> None:
-        program = (
-            "import sys; sys.path.insert(0, sys.argv[1])\n"
-            "import trainers\nfrom gradsync import hybrid\n"
-            "if __name__ == '__main__':\n"
-            "    with hybrid.start_servers(1) as servers:\n"
-            "        print(servers.pids['server0'], flush=True)\n"
-            "        hybrid.run(hybrid.Roles(trainer=trainers.sleep), servers=servers)\n"
-        )
-        script = tmp_path / "program.py"
-        script.write_text(program)
-        with subprocess.Popen(
-            [sys.executable, script, HERE], stdout=subprocess.PIPE, text=True
-        ) as parent:
-            assert parent.stdout is not None
-            pid = int(parent.stdout.readline())
-            parent.kill()
-            parent.wait(10)
+    def test_nothing_outlives_the_process_that_started_it(self) -> None:
+        """The parent is forked from one that has imported torch."""
+        context = multiprocessing.get_context("forkserver")
+        ours, theirs = context.Pipe()
+        parent = context.Process(target=trainers.run_and_sleep, args=(theirs,))
+        parent.start()
+        assert ours.poll(60)
+        pids = ours.recv()
+        assert len(pids) == 2
+        parent.kill()
+        parent.join(10)
         deadline = time.monotonic() + 10
-        while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert not Path(f"/proc/{pid}").exists()
+        assert not left
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
 
 
 class TestSlowness:
@@ -182,29 +180,26 @@ class TestSlowness:
 
 
 class TestLaunchers:
-    def test_under_torchrun_each_process_plays_its_role(self, tmp_path: Path) -> None:
-        script = tmp_path / "program.py"
-        script.write_text(
-            "import os, sys; sys.path.insert(0, sys.argv[1])\n"
-            "import trainers\nfrom gradsync import hybrid\n"
-            "roles = hybrid.Roles(trainer=trainers.train, trainers=2, master=trainers.watch)\n"
-            "seen = []\n"
-            "value = hybrid.run(roles, args=(3,), on_report=lambda *each: seen.append(each))\n"
-            "role, _ = roles.role_of(int(os.environ['RANK']))\n"
-            "print(role, len(seen), value and value['version'], flush=True)\n"
-        )
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        result = subprocess.run(
-            [*launcher, "--nproc-per-node=4", script, HERE],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-        assert result.returncode == 0, result.stderr
-        lines = sorted(result.stdout.splitlines())
-        assert lines == ["master 6 None", "server 0 None", "trainer 0 3", "trainer 0 3"]
+    def test_each_process_plays_the_role_of_its_rank(self, pool: WorkerPool) -> None:
+        """As under torchrun, which test_click_through starts."""
+
+        def play(rank: int, world: int) -> tuple[str, int, int | None]:
+            import trainers
+
+            roles = Roles(trainer=trainers.train, trainers=2, master=trainers.watch)
+            seen: list[object] = []
+            where = os.environ["GRADSYNC_INIT_METHOD"]
+            value = hybrid.run(
+                roles, args=(3,), rendezvous=where, on_report=lambda *each: seen.append(each)
+            )
+            return roles.role_of(rank)[0], len(seen), value and value["version"]
+
+        assert pool.run(play, ranks=4, backend=None, timeout=90) == [
+            ("trainer", 0, 3),
+            ("trainer", 0, 3),
+            ("server", 0, None),
+            ("master", 6, None),
+        ]
 
     @pytest.mark.parametrize("transport", ["sockets", "rpc"])
     def test_both_transports_train_alike(self, pool: WorkerPool, transport: str) -> None:

@@ -121,7 +121,18 @@ def look(cluster: Cluster) -> tuple[Tensor, int]:
     return whole(table), table._versions["server0"]
 
 
+def run_and_sleep(pipe: Any) -> None:
+    """A process with a server and a trainer that does not end; tells the pids of both."""
+    with hybrid.start_servers(1) as servers:
+        hybrid.run(
+            hybrid.Roles(trainer=sleep),
+            servers=servers,
+            on_report=lambda _, values: pipe.send([servers.pids["server0"], values["pid"]]),
+        )
+
+
 def sleep(cluster: Cluster) -> None:
+    cluster.report(pid=os.getpid())
     time.sleep(600)
 
 
