@@ -15,7 +15,7 @@ import report_results as made
 from gradsync.bench import cli, files
 from gradsync.bench.report import png, write_report
 from gradsync.bench.report.data import collect
-from gradsync.bench.result import Result, Timeline
+from gradsync.bench.result import BENCH_HYBRID, Result, Timeline
 
 
 class Reader(HTMLParser):
@@ -147,6 +147,20 @@ def test_a_file_of_torchs_benchmark_has_what_it_tells_and_says_what_it_does_not(
     assert [name.rpartition("-")[2] for name in figures(page)] == ["scaling", "steps", "steps"]
     assert "the files do not tell the parts of a step, so there is no timeline" in page
     assert "written by torch's benchmark.py" in Reader(page).text
+
+
+def test_hybrid_training_has_words_of_its_own(folder):
+    ours, plain = (
+        replace(made.case(name, 2), model="hybrid: 4 servers", timelines=())
+        for name in ("gradsync", "torch")
+    )
+    cases = [replace(plain, implementation="reference"), ours]
+    files.write(folder / "hybrid.json", Result(kind=BENCH_HYBRID, cases=cases))
+    page = report(folder, "hybrid.json")
+    assert "time of an epoch on 2 trainers" in page
+    assert "Faster than reference/gloo: gradsync/gradsync" in page
+    assert "Not drawn" not in page
+    assert Reader(page).tables[0][1][:3] == ["reference/gloo", "trainer0", "50"]
 
 
 def test_a_second_run_is_compared_with_the_first_that_has_the_same_cases(folder):

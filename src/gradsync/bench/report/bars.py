@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Final
 
 from gradsync.bench.report.colours import Style
-from gradsync.bench.report.frame import HEADING, LEFT, RIGHT, bottom_axis, heading
+from gradsync.bench.report.frame import LEFT, RIGHT, bottom_axis, heading
 from gradsync.bench.report.scales import Scale, number, ratio_ticks
 from gradsync.bench.report.svg import WIDTH, Figure, fitted, line, rect, text, text_width
 
@@ -54,17 +54,17 @@ def bar_plot(
     """Draw the bars, each under its label; to the right of 1 is faster."""
     groups = [(group, list(members)) for group, members in groupby(bars, key=lambda bar: bar.group)]
     named = [group for group, _ in groups if group]
-    top = HEADING + 4
+    head, top = heading(title, subtitle)
     bottom = top + _GROUP * len(named) + _ROW * len(bars) + 4
     scale = _scale(bars)
     parts = [
-        heading(title, subtitle),
+        head,
         bottom_axis(
             scale, ratio_ticks(scale.low, scale.high), number, axis, top=top, bottom=bottom
         ),
         line(scale(1), top, scale(1), bottom, "edge", width=1),
     ]
-    y = float(top)
+    y = top
     for group, members in groups:
         if group:
             parts.append(_words(LEFT, y + 17, fitted(group, RIGHT - LEFT), "muted bold"))

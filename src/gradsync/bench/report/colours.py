@@ -58,7 +58,7 @@ SLOTS: Final = len(LIGHT.series)
 # The usual ones keep their colour whoever else is there. In a plot of collectives the backends
 # have the colours of the classes that use them.
 _OWN: Final = {
-    "torch": 0, "gloo": 0, "torch-tuned": 1, "gradsync": 2, "gradsync-tuned": 3,
+    "torch": 0, "gloo": 0, "reference": 0, "torch-tuned": 1, "gradsync": 2, "gradsync-tuned": 3,
 }  # fmt: skip
 _DASHES: Final = ("", "7 4", "12 4 4 4", "4 2")
 

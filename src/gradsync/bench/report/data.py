@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gradsync.bench.report.colours import Style, styles_of
-from gradsync.bench.result import Case, CommCase, Result
+from gradsync.bench.result import BENCH_HYBRID, Case, CommCase, Result
 
 _IMPOSSIBLE: Final = "the file holds times, sizes or ranks that cannot be"
 
@@ -41,11 +41,12 @@ class TimedComm:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelGroup:
-    """One model with one batch size and type, in all runs."""
+    """One model with one batch size and type, in all runs; hybrid training has words of its own."""
 
     model: str
     batch_size: int
     dtype: str
+    is_hybrid: bool
     members: tuple[Timed, ...]
 
     @property
@@ -56,7 +57,28 @@ class ModelGroup:
     @property
     def settings(self) -> str:
         """For people."""
+        if self.is_hybrid:
+            return f"an epoch has about {self.batch_size} bags a trainer, {self.dtype}"
         return f"batch size {self.batch_size} a rank, {self.dtype}"
+
+    @property
+    def timed(self) -> str:
+        """What a measurement is the time of."""
+        return "epoch" if self.is_hybrid else "step"
+
+    @property
+    def a_timed(self) -> str:
+        """The same with its article."""
+        return "an epoch" if self.is_hybrid else "a step"
+
+    @property
+    def rank(self) -> str:
+        """Who measures."""
+        return "trainer" if self.is_hybrid else "rank"
+
+    def ranks(self, world: int) -> str:
+        """So many of them, in words."""
+        return f"{world} {self.rank}{'' if world == 1 else 's'}"
 
     @property
     def drawn(self) -> list[Timed]:
@@ -198,10 +220,17 @@ def _are_times(seconds: Sequence[float]) -> bool:
 def _models(timed: Sequence[Timed]) -> Iterable[ModelGroup]:
     groups: dict[tuple[Any, ...], list[Timed]] = {}
     for each in timed:
-        key = (each.case.model, each.case.batch_size, each.case.dtype)
+        is_hybrid = each.run.result.kind == BENCH_HYBRID
+        key = (each.case.model, each.case.batch_size, each.case.dtype, is_hybrid)
         groups.setdefault(key, []).append(each)
-    for (model, batch_size, dtype), members in groups.items():
-        yield ModelGroup(model=model, batch_size=batch_size, dtype=dtype, members=tuple(members))
+    for (model, batch_size, dtype, is_hybrid), members in groups.items():
+        yield ModelGroup(
+            model=model,
+            batch_size=batch_size,
+            dtype=dtype,
+            is_hybrid=is_hybrid,
+            members=tuple(members),
+        )
 
 
 def _collectives(comm: Sequence[TimedComm]) -> Iterable[CommGroup]:

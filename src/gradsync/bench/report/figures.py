@@ -47,7 +47,7 @@ def scaling(group: ModelGroup, content: Content) -> Figure:
     curves = [
         Curve(
             label=label, run=number_of_run, style=content.styles[label],
-            points=[_scaling_point(case) for case in cases],
+            points=[_scaling_point(group, case) for case in cases],
         )
         for (number_of_run, label), cases in series.items()
     ]  # fmt: skip
@@ -67,10 +67,10 @@ def scaling(group: ModelGroup, content: Content) -> Figure:
         name=f"{_slug(*group.key)}-scaling",
         title=f"{group.model}: examples a second",
         subtitle=f"{group.settings}; whiskers: the middle half",
-        says=f"{_most_examples(largest, content)} Higher is better.",
-        numbers=f"On {_ranks(most)}: {rates}.",
-        x_axis=Axis(title="ranks", show=number),
-        y_axis=Axis(title="examples a second, all ranks together", show=number),
+        says=f"{_most_examples(group, largest, content)} Higher is better.",
+        numbers=f"On {group.ranks(most)}: {rates}.",
+        x_axis=Axis(title=f"{group.rank}s", show=number),
+        y_axis=Axis(title=f"examples a second, all {group.rank}s together", show=number),
         run_names=[run.name for run in content.runs],
     )
 
@@ -86,7 +86,7 @@ def ratios(group: ModelGroup, run: Run, content: Content) -> Figure:
         subtitle=_with_run("with the 95 % interval; right of 1 is faster", run, content),
         says=ratio_counts(bars, reference),
         numbers=ratio_sentence(bars, reference),
-        axis=f"median step time of {reference} / its own",
+        axis=f"median time of {group.a_timed} with {reference} / its own",
     )
 
 
@@ -95,7 +95,9 @@ def ratio_bars(group: ModelGroup, run: Run, content: Content) -> list[Bar]:
     result = group.of(run)
     cases = {(case.world, case.label): case for case in result.cases}
     return [
-        Bar(group=_ranks(row["ranks"]), label=label, style=content.styles[label], **_ratio(row))
+        Bar(
+            group=group.ranks(row["ranks"]), label=label, style=content.styles[label], **_ratio(row)
+        )
         for sheet in sheets_of(result)
         for row in sheet.rows
         if row.get("ratio") is not None
@@ -143,6 +145,8 @@ def ratio_counts(bars: Sequence[Bar], reference: str) -> str:
     >>> ratio_counts([bar, bar], "torch/gloo")
     '2 of 2 are faster than torch/gloo.'
     """
+    if len(bars) == 1 and bars[0].verdict in _VERDICTS:
+        return f"{bars[0].label} {_VERDICTS[bars[0].verdict][0].format(reference)}."
     counts = {verdict: sum(bar.verdict == verdict for bar in bars) for verdict in _VERDICTS}
     said = [
         f"{count} of {len(bars)} {_VERDICTS[verdict][count > 1].format(reference)}"
@@ -172,11 +176,12 @@ def distribution(group: ModelGroup, world: int, content: Content) -> Figure:
     return spread_plot(
         spreads,
         name=f"{_slug(*group.key, world)}-steps",
-        title=f"{group.model}: seconds of a step on {_ranks(world)}",
-        subtitle="each dot a step; box: the middle half; line: the median",
+        title=f"{group.model}: time of {group.a_timed} on {group.ranks(world)}",
+        subtitle=f"each dot {group.a_timed}; box: the middle half; line: the median",
+        timed=group.a_timed,
         says=f"Shortest median{_under_ddp(members)}: {_who(best, content)}, "
         f"{human_time(best.case.seconds(50))}. Shorter is better.",
-        numbers=f"Half of the steps took: {words}.",
+        numbers=f"Half of the {group.timed}s took: {words}.",
     )
 
 
@@ -195,7 +200,7 @@ def _timelines(group: ModelGroup, run: Run, content: Content) -> Iterable[Figure
         yield timeline_plot(
             lanes,
             name=f"{_slug(*group.key, world, *_name(run, content))}-timeline",
-            title=f"{group.model}: a step on {_ranks(world)}",
+            title=f"{group.model}: {group.a_timed} on {group.ranks(world)}",
             subtitle=_with_run(f"mean of a few steps, without the optimizer{first}", run, content),
             says=_least_exposed(cases),
             numbers=f"{words}.",
@@ -356,21 +361,21 @@ def _least_exposed(cases: Sequence[Case]) -> str:
     return f"Least communication exposed: {best}, {human_time(talking[best])} a step."
 
 
-def _most_examples(members: Sequence[Timed], content: Content) -> str:
+def _most_examples(group: ModelGroup, members: Sequence[Timed], content: Content) -> str:
     best = max(_synced(members), key=lambda each: each.case.examples_per_second())
     rate = number(round(best.case.examples_per_second()))
-    where = f"on {_ranks(best.case.world)}{_under_ddp(members)}"
+    where = f"on {group.ranks(best.case.world)}{_under_ddp(members)}"
     return f"Most examples a second {where}: {_who(best, content)}, {rate}."
 
 
-def _scaling_point(case: Case) -> Point:
+def _scaling_point(group: ModelGroup, case: Case) -> Point:
     rate = case.examples_per_second()
     return Point(
         x=case.world,
         y=rate,
         low=case.examples_per_second(75),
         high=case.examples_per_second(25),
-        hint=f"{case.label} on {_ranks(case.world)}: {number(round(rate))} examples a second",
+        hint=f"{case.label} on {group.ranks(case.world)}: {number(round(rate))} examples a second",
     )
 
 

@@ -20,7 +20,6 @@ from gradsync.bench.report.svg import (
 
 LEFT: Final = 8  # of headings and rows
 RIGHT: Final = WIDTH - 14
-HEADING: Final = 44  # what title and subtitle take
 _TITLE_SIZE: Final = 15
 _LEGEND_ROW: Final = 20
 _SWATCH: Final = 22
@@ -38,12 +37,28 @@ class Key:
     opacity: float = 1.0
 
 
-def heading(title: str, subtitle: str) -> str:
-    """Title and subtitle, at the top."""
-    room = RIGHT - LEFT
-    return text(
-        LEFT, 20, fitted(title, room / 1.05, _TITLE_SIZE), "ink bold", size=_TITLE_SIZE
-    ) + text(LEFT, 37, fitted(subtitle, room))
+def heading(title: str, subtitle: str) -> tuple[str, float]:
+    """Title and subtitle, and where they end; a long title goes on in a second line."""
+    parts, y = [], 20
+    for words in title_lines(title):
+        parts.append(text(LEFT, y, words, "ink bold", size=_TITLE_SIZE))
+        y += 19
+    parts.append(text(LEFT, y - 2, fitted(subtitle, RIGHT - LEFT)))
+    return "".join(parts), y + 5
+
+
+def title_lines(title: str) -> list[str]:
+    """One line, or two where it has a part before its last colon and is too long.
+
+    >>> title_lines("mlp: time"), title_lines("a model with a long name: how many times as fast")
+    (['mlp: time'], ['a model with a long name:', 'how many times as fast'])
+    """
+    room = (RIGHT - LEFT) / 1.05  # it is bold
+    before, colon, after = title.rpartition(": ")
+    lines = [title]
+    if colon and text_width(title, _TITLE_SIZE) > room:
+        lines = [f"{before}:", after]
+    return [fitted(words, room, _TITLE_SIZE) for words in lines]
 
 
 def legend(keys: Sequence[Key], top: float) -> tuple[str, float]:

@@ -8,7 +8,6 @@ from typing import Final
 
 from gradsync.bench.report.colours import Style, dash_of
 from gradsync.bench.report.frame import (
-    HEADING,
     RIGHT,
     Key,
     bottom_axis,
@@ -67,7 +66,8 @@ def line_plot(
     run_names: Sequence[str] = (),
 ) -> Figure:
     """Draw the curves. With more than one run its name is in the legend, by its dashes."""
-    keys, top = legend(_keys(curves, run_names), HEADING)
+    head, top = heading(title, subtitle)
+    keys, top = legend(_keys(curves, run_names), top)
     top += 24  # for the words over the left axis
     bottom = top + _PLOT_HEIGHT
     places = [point for curve in curves for point in curve.points]
@@ -79,7 +79,7 @@ def line_plot(
     pad = 14
     x_scale = Scale(low=values[0], high=values[-1], start=left + pad, end=RIGHT - pad, is_log=True)
     parts = [
-        heading(title, subtitle),
+        head,
         keys,
         left_axis(y_scale, y_ticks, y_axis.show, y_axis.title, left=left, right=RIGHT),
         bottom_axis(
@@ -116,7 +116,7 @@ def _keys(curves: Sequence[Curve], run_names: Sequence[str]) -> list[Key]:
         if curve.style is None:
             labels[curve.label] = Key(label=curve.label, dash=_COMPARED)
     runs = _runs(curves)
-    if len(run_names) < 2:
+    if len(runs) < 2:
         return list(labels.values())
     lines = [Key(label=run_names[run], dash=dash_of(place)) for place, run in enumerate(runs)]
     return [*labels.values(), *lines]

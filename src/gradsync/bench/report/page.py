@@ -11,7 +11,7 @@ from html import escape
 from importlib import resources
 from typing import Final
 
-from gradsync.bench import compare, tables
+from gradsync.bench import compare, hybrid_sheet, tables
 from gradsync.bench.report import figures
 from gradsync.bench.report.bars import Bar
 from gradsync.bench.report.colours import DARK, LIGHT, css
@@ -92,16 +92,13 @@ class Page:
             if (finding := _finding(group, run, self.content)) is not None
         ]
         drawn = figures.model_figures(group, self.content)
-        missing = []
-        if len(group.worlds) == 1:
-            missing.append("one number of ranks only, so there is no scaling curve")
-        if not any(each.case.timelines for each in group.drawn):
-            missing.append("the files do not tell the parts of a step, so there is no timeline")
+        missing = _missing(group)
         parts = [f"<p>{escape(group.settings)}{_parameters(group)}</p>"]
         parts += [f'<p class="note">Not drawn: {"; ".join(missing)}.</p>'] if missing else []
         parts.append(self._grid(drawn))
         for run in group.runs:
-            sheets = [s for s in tables.sheets_of(group.of(run)) if s.title != "failed"]
+            sheets_of = hybrid_sheet.sheets_of if group.is_hybrid else tables.sheets_of
+            sheets = [sheet for sheet in sheets_of(group.of(run)) if sheet.title != "failed"]
             sheets += _timeline_sheets(group, run)
             parts += self._tables(sheets, run, f"table-{number}-{run.number}")
         return "\n".join(parts)
@@ -212,6 +209,16 @@ def _comm_finding(group: CommGroup, run: Run, bars: Sequence[Bar], content: Cont
 def _found(what: str, words: str, run: Run, content: Content) -> str:
     where = f" ({escape(run.name)})" if len(content.runs) > 1 else ""
     return f"<strong>{escape(what)}</strong>{where}: {escape(words)}"
+
+
+def _missing(group: ModelGroup) -> list[str]:
+    """Why some plots are not there."""
+    missing = []
+    if len(group.worlds) == 1 and not group.is_hybrid:
+        missing.append("one number of ranks only, so there is no scaling curve")
+    if not any(each.case.timelines for each in group.drawn) and not group.is_hybrid:
+        missing.append("the files do not tell the parts of a step, so there is no timeline")
+    return missing
 
 
 def _parameters(group: ModelGroup) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from gradsync.bench.report.colours import Style
-from gradsync.bench.report.frame import HEADING, LEFT, RIGHT, bottom_axis, heading
+from gradsync.bench.report.frame import LEFT, RIGHT, bottom_axis, heading
 from gradsync.bench.report.scales import Scale, linear_ticks, number, time_unit
 from gradsync.bench.report.svg import Figure, fitted, line, rect, tag, text, text_width
 from gradsync.bench.stats import median, percentile
@@ -30,19 +30,26 @@ class Spread:
 
 
 def spread_plot(
-    spreads: Sequence[Spread], *, name: str, title: str, subtitle: str, says: str, numbers: str = ""
+    spreads: Sequence[Spread],
+    *,
+    name: str,
+    title: str,
+    subtitle: str,
+    says: str,
+    numbers: str = "",
+    timed: str = "a step",
 ) -> Figure:
     """Draw them under each other, on one axis."""
     scale = _scale(spreads)
     unit, factor = time_unit(scale.high)
-    top = HEADING + 2
+    head, top = heading(title, subtitle)
     bottom = top + _ROW * len(spreads) + 2
     ticks = [tick / factor for tick in linear_ticks(scale.low * factor, scale.high * factor)]
     parts = [
-        heading(title, subtitle),
+        head,
         bottom_axis(
             scale, ticks, lambda seconds: number(round(seconds * factor, 9)),
-            f"seconds of a step, in {unit}" if unit != "s" else "seconds of a step",
+            f"time of {timed}, in {unit}",
             top=top, bottom=bottom,
         ),
     ]  # fmt: skip
@@ -79,7 +86,7 @@ def _draw(spread: Spread, scale: Scale, y: float) -> str:
     words = f"median {human_time(half)}, p95 {human_time(percentile(spread.seconds, 95))}"
     label = fitted(spread.label, RIGHT - LEFT - text_width(words) - 12)
     hint = (
-        f"{spread.label}: median {human_time(median(spread.seconds))}, half of the steps from "
+        f"{spread.label}: median {human_time(median(spread.seconds))}, half of them from "
         f"{human_time(quarter)} to {human_time(three)}"
     )
     parts = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from gradsync.bench.report.colours import Style
-from gradsync.bench.report.frame import HEADING, LEFT, RIGHT, Key, bottom_axis, heading, legend
+from gradsync.bench.report.frame import LEFT, RIGHT, Key, bottom_axis, heading, legend
 from gradsync.bench.report.scales import Scale, linear_ticks, number, time_unit
 from gradsync.bench.report.svg import Figure, fitted, rect, text, text_width
 from gradsync.bench.result import Timeline
@@ -33,6 +33,7 @@ def timeline_plot(
     series: Sequence[Lanes], *, name: str, title: str, subtitle: str, says: str, numbers: str = ""
 ) -> Figure:
     """Draw the ranks of each series under its name, on one axis."""
+    head, top = heading(title, subtitle)
     keys, top = legend(
         [
             Key(label="forward", box="forward"),
@@ -40,7 +41,7 @@ def timeline_plot(
             Key(label="communication, hidden", box="ink", opacity=_HIDDEN),
             Key(label="exposed", box="ink"),
         ],
-        HEADING,
+        top,
     )
     shown = [(each, list(each.timelines[:MOST_RANKS])) for each in series]
     longest = max(line.ended for _, lines in shown for line in lines)
@@ -50,7 +51,7 @@ def timeline_plot(
     bottom = top + _NAME * len(shown) + _RANK * ranks + 4
     ticks = [tick / factor for tick in linear_ticks(0, scale.high * factor)]
     parts = [
-        heading(title, subtitle),
+        head,
         keys,
         bottom_axis(
             scale, ticks, lambda seconds: number(round(seconds * factor, 9)),
