@@ -32,7 +32,7 @@ BACKENDS = tuple(name for name in dist.Backend.backend_list if name not in ("und
 
 app = typer.Typer(
     name="gradsync",
-    help="Measure data-parallel training, and compare two runs.",
+    help="Measure data-parallel training, compare two runs, draw them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -321,7 +321,7 @@ def report_page(
         list[Path],
         typer.Argument(
             help="Files of gradsync bench, bench hybrid or bench-comm, or of torch's benchmark.py. "
-            "Those after the first are compared with it.",
+            "A run is compared with the first one before it that has cases in common with it.",
         ),
     ],
     output: Annotated[

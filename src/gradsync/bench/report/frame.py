@@ -50,8 +50,10 @@ def heading(title: str, subtitle: str) -> tuple[str, float]:
 def title_lines(title: str) -> list[str]:
     """One line, or two where it has a part before its last colon and is too long.
 
-    >>> title_lines("mlp: time"), title_lines("a model with a long name: how many times as fast")
-    (['mlp: time'], ['a model with a long name:', 'how many times as fast'])
+    >>> title_lines("mlp: time of a step")
+    ['mlp: time of a step']
+    >>> title_lines("a model with quite a long name: how many times as fast as torch")
+    ['a model with quite a long name:', 'how many times as fast as torch']
     """
     room = (RIGHT - LEFT) / 1.05  # it is bold
     before, colon, after = title.rpartition(": ")

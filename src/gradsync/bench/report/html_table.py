@@ -21,7 +21,8 @@ def html_table(sheet: Sheet, *, name: str) -> str:
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in sheet.notes)
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-labelledby="{escape(name)}">'
-        f'<table class="sortable"><caption id="{escape(name)}">{escape(sheet.title)}</caption>\n'
+        f'<table class="sortable"><caption id="{escape(name)}"><span>{escape(sheet.title)}</span>'
+        "</caption>\n"
         f"<thead><tr>{''.join(_head(column, sheet) for column in columns)}</tr></thead>\n"
         f"<tbody>\n{rows}\n</tbody></table></div>{notes}"
     )
