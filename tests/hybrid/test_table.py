@@ -327,13 +327,27 @@ class TestMistakes:
             (lambda t: t(torch.tensor([1, 2])), "needs offsets"),
             (lambda t: t(torch.tensor([[1, 2]]), torch.tensor([0])), "cannot have offsets"),
             (lambda t: t(torch.tensor([[1]]), None, torch.ones(1, 1)), 'need mode="sum"'),
+            (lambda t: t(torch.tensor([1, 2]), torch.tensor([[0]])), r"shape \(1, 1\)"),
+            (lambda t: t(torch.tensor([1, 2]), torch.tensor([0.0])), "float32"),
+            (lambda t: t(torch.tensor([1, 2]), torch.tensor([1])), "begin with 1"),
+            (lambda t: t(torch.tensor([1, 2]), torch.tensor([0, 3])), "at most 2, .* from 0 to 3"),
         ],
     )
     def test_of_a_lookup(self, call: Callable[[object], object], message: str) -> None:
-        with hybrid.local():
+        with hybrid.local() as cluster:
             table = hybrid.RemoteEmbeddingBag(ROWS, COLUMNS, name="words")
+            cluster.send = None  # nothing is sent
             with pytest.raises(ArgumentError, match=f"table words.*{message}"):
                 call(table)
+            del cluster.send
+
+    def test_of_whose_lookup_it_is(self) -> None:
+        with hybrid.local():
+            users, items = (
+                hybrid.RemoteEmbeddingBag(ROWS, COLUMNS, name=name) for name in ("users", "items")
+            )
+            with pytest.raises(ArgumentError, match=r"table items was given .* of table users"):
+                items(users.prefetch(torch.tensor([[1]])))
 
     def test_weights_of_another_shape(self) -> None:
         with hybrid.local():

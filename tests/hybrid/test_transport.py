@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gradsync import hybrid
 from gradsync.testing import WorkerPool
 
 TRANSPORTS = ("sockets", "rpc")
@@ -29,6 +31,13 @@ def play(request: pytest.FixtureRequest, pool: WorkerPool) -> Iterator[Callable[
         return outcomes[0]
 
     return run
+
+
+def test_one_file_of_hybrid_training_knows_torchs_rpc() -> None:
+    files = Path(hybrid.__file__).parent.glob("*.py")
+    imports = ("from torch.distributed import rpc", "torch.distributed.rpc")
+    found = [file.name for file in files if any(each in file.read_text() for each in imports)]
+    assert found == ["rpc.py"]
 
 
 def test_answers_come_from_the_server_that_was_asked_with_values_and_tensors(play) -> None:

@@ -160,8 +160,14 @@ class RemoteEmbeddingBag(nn.Module):
         ...     table(torch.tensor([3, 7, 7]), offsets=torch.tensor([0, 1])).shape
         torch.Size([2, 4])
         """
-        lookup = input if isinstance(input, Lookup) else self.prefetch(input)
-        self._check_bags(lookup.input, offsets, per_sample_weights)
+        # What is wrong is told before anything is sent.
+        if isinstance(input, Lookup):
+            self._check_lookup(input)
+        else:
+            self._check_indices(input)
+        indices = input.input if isinstance(input, Lookup) else input
+        self._check_bags(indices, offsets, per_sample_weights)
+        lookup = input if isinstance(input, Lookup) else Lookup(self, input, ahead=0)
         rows = _Rows.apply(self._anchor, lookup)  # type: ignore[no-untyped-call]
         return F.embedding_bag(
             lookup.places,
@@ -193,11 +199,20 @@ class RemoteEmbeddingBag(nn.Module):
                     f"table {name} has rows 0 to {self.spec.rows - 1}, and input has index {wrong}."
                 )
 
+    def _check_lookup(self, lookup: "Lookup") -> None:
+        if lookup.table is not self:
+            raise ArgumentError(
+                f"table {self.spec.name} was given a lookup of table {lookup.table.spec.name}: "
+                "each table has to look up its own rows."
+            )
+
     def _check_bags(self, input: Tensor, offsets: Tensor | None, weights: Tensor | None) -> None:
         name = self.spec.name
         if (input.dim() == 1) == (offsets is None):
             needs = "needs offsets" if offsets is None else "cannot have offsets"
             raise ArgumentError(f"table {name}: input of {input.dim()} dimension(s) {needs}.")
+        if offsets is not None:
+            self._check_offsets(input, offsets)
         if weights is not None and self.mode != "sum":
             raise ArgumentError(
                 f'table {name}: per_sample_weights need mode="sum", and this one has {self.mode!r}.'
@@ -206,6 +221,22 @@ class RemoteEmbeddingBag(nn.Module):
             raise ArgumentError(
                 f"table {name}: per_sample_weights have shape {tuple(weights.shape)} and input "
                 f"{tuple(input.shape)}; they must be the same."
+            )
+
+    def _check_offsets(self, input: Tensor, offsets: Tensor) -> None:
+        name = self.spec.name
+        if offsets.dim() != 1 or offsets.dtype not in (torch.int64, torch.int32):
+            raise ArgumentError(
+                f"table {name}: offsets must have 1 dimension and be int64 or int32, got shape "
+                f"{tuple(offsets.shape)} of {offsets.dtype}."
+            )
+        if not len(offsets):
+            return
+        low, high = (int(each) for each in torch.aminmax(offsets))
+        if int(offsets[0]) or low < 0 or high > len(input):
+            raise ArgumentError(
+                f"table {name}: offsets must begin with 0 and be at most {len(input)}, the length "
+                f"of input; they begin with {int(offsets[0])} and go from {low} to {high}."
             )
 
     # ---------------------------------------------------------------- backward and step
