@@ -329,6 +329,13 @@ class TestRemoteModules:
                 for name, gradient in got.items():
                     averaged = mode == "outside" or (mode == "inside" and "last" in name)
                     assert averaged == (not gradient.any()), (mode, name, gradient)
+            if mode != "outside":
+                return
+            with model.join():
+                for extra in range(1 + rank):
+                    got = remote.step(model, lambda: (model(dense, sparse) * sign).sum())
+                    for name, gradient in got.items():  # rank 1 is alone in its last step
+                        assert gradient.any() == bool(extra), (extra, name, gradient)
 
         pool.run(run)
 
