@@ -26,8 +26,8 @@ Context::Context(Segment segment, int rank, std::vector<Peer> peers, std::uint64
                  std::uint64_t nonce_b, bool is_founder)
     : members_(std::move(segment), rank, std::move(peers), nonce_a, nonce_b, is_founder),
       collectives_(members_),
-      messages_(members_),
-      spin_(members_.world() <= cores() ? kCallerSpin : std::chrono::microseconds(0)),
+      messages_(members_, members_.world() > cores()),
+      waiting_{kCallerSpin, members_.world() > cores(), {}},
       owner_(::getpid()) {}
 
 Context::~Context() {
@@ -71,7 +71,7 @@ void Context::wait(const std::shared_ptr<Op>& op, const Interrupted& interrupted
   std::unique_lock<std::mutex> lock(mutex_);
   while (!op->is_done) {
     if (!is_running_) {
-      run_until(lock, op.get(), {spin_, interrupted});
+      run_until(lock, op.get(), {waiting_.spin, waiting_.yields, interrupted});
     } else if (changed_.wait_for(lock, kSlice) == std::cv_status::timeout && interrupted) {
       lock.unlock();  // it takes Python's lock, which a thread may hold that comes for ours
       if (interrupted()) {
@@ -173,7 +173,7 @@ void Context::work() {
   while (true) {
     work_.wait(lock, [this] { return is_closing_ || (is_wanted_ && !queue_.empty() && !is_running_); });
     if (is_closing_) return;
-    run_until(lock, nullptr, {kWorkerSpin, {}});
+    run_until(lock, nullptr, {kWorkerSpin, false, {}});
     is_wanted_ = false;
   }
 }

@@ -65,7 +65,7 @@ class Context {
   Members members_;
   Collectives collectives_;
   Messages messages_;
-  std::chrono::microseconds spin_{0};  // of a caller that has nothing else to do
+  Patience waiting_;  // of a caller that has nothing else to do
   std::int64_t owner_;  // a child after fork() must leave the group to its parent
 
   std::mutex mutex_;

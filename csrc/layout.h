@@ -21,7 +21,7 @@ constexpr std::size_t kMaxSlotBytes = 1024 * 1024;
 constexpr std::size_t kAllSlotsBytes = 64 * 1024 * 1024;  // of a group together, at most
 constexpr std::size_t kSmallBytes = 32 * 1024;       // up to here one exchange does it all
 constexpr std::size_t kPairBytes = 16 * 1024 * 1024;  // of all channels together, at most
-constexpr std::size_t kMaxChannelBytes = 64 * 1024;
+constexpr std::size_t kMaxChannelBytes = 256 * 1024;
 constexpr std::size_t kAlignment = 128;  // two cache lines: neighbours are fetched in pairs
 
 enum class Kind : std::uint32_t {

@@ -79,7 +79,7 @@ void Members::await(std::uint32_t tick, const Errand& errand, const Patience& pa
   for (int peer = 0; peer < world(); ++peer) {
     if (peer == rank_) continue;
     Line& other = line(peer);
-    Spin spinning(patience.spin);
+    Spin spinning(patience.spin, patience.yields);
     bool has_slept = false;
     while (true) {
       const std::uint32_t seen = other.clock.load(std::memory_order_acquire);

@@ -10,16 +10,23 @@ namespace {
 
 constexpr std::uint32_t kHeadMagic = 0x6d736731;
 constexpr std::chrono::milliseconds kPatience{100};
-constexpr std::chrono::microseconds kSpin{20};
+constexpr std::chrono::microseconds kSpin{50};
 
 std::byte* ring_of(Channel& channel) { return reinterpret_cast<std::byte*>(&channel + 1); }
+
+// Of a long message a good part is moved at a time: each move rings a bell. It cannot get stuck: where
+// there is too little to take out, there is room enough to put in.
+bool is_worth_it(std::uint64_t there, std::uint64_t rest, std::size_t capacity) {
+  return there >= std::min<std::uint64_t>(rest, capacity / 4);
+}
 
 Errand errand(const Message& message) { return {&message.announcement, message.deadline}; }
 
 }  // namespace
 
-Messages::Messages(Members& members)
+Messages::Messages(Members& members, bool yields)
     : members_(members),
+      yields_(yields),
       sends_(static_cast<std::size_t>(members.world())),
       severed_(static_cast<std::size_t>(members.world())),
       inlets_(static_cast<std::size_t>(members.world())) {}
@@ -51,20 +58,24 @@ void Messages::begin(const std::shared_ptr<Message>& message, bool in_background
   }
   progress();
   if (message->is_done || !in_background) return;
-  in_background_ = true;
   if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
   work_.notify_all();
 }
 
 void Messages::wait(const std::shared_ptr<Message>& message, const Interrupted& interrupted) {
+  if (message->is_done) return;
+  const Caller caller(*this);
   Line& own = members_.line(members_.rank());
-  Spin spin(kSpin);
+  Spin spin(kSpin, yields_);
   while (!message->is_done) {
     const std::uint32_t seen = own.bell.load(std::memory_order_seq_cst);
     const bool is_spinning = spin.again();
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      if (progress()) continue;
+      if (progress()) {
+        spin = Spin(kSpin, yields_);
+        continue;
+      }
       if (message->is_done) break;
       bool overdue = false;
       if (!is_spinning) check_peers(overdue);
@@ -74,6 +85,19 @@ void Messages::wait(const std::shared_ptr<Message>& message, const Interrupted& 
     if (interrupted && interrupted()) throw InterruptedError("A message was interrupted.");
     sleep_on(own.bell, seen, own.bell_sleepers, kPatience);
   }
+}
+
+Messages::Caller::Caller(Messages& all) : all_(all) {
+  std::unique_lock<std::mutex> lock(all_.mutex_);
+  ++all_.callers_;
+}
+
+Messages::Caller::~Caller() {
+  {
+    std::unique_lock<std::mutex> lock(all_.mutex_);
+    --all_.callers_;
+  }
+  all_.work_.notify_all();
 }
 
 void Messages::stop() {
@@ -96,7 +120,7 @@ void Messages::run() {
     const bool is_receiving =  // or what has begun to arrive
         !receives_.empty() || std::any_of(inlets_.begin(), inlets_.end(),
                                           [](const Inlet& inlet) { return inlet.message != nullptr; });
-    if (!is_sending && !is_receiving) {
+    if (callers_ > 0 || (!is_sending && !is_receiving)) {
       work_.wait(lock);
       continue;
     }
@@ -147,16 +171,16 @@ bool Messages::push(Message& message) {
   bool moved = false;
   if (!message.has_begun) {
     const Head head{message.bytes, message.tag, kHeadMagic};
-    const Channel& channel = members_.channel(members_.rank(), message.other);
-    const std::uint64_t used = channel.written.load(std::memory_order_relaxed) -
-                               channel.read.load(std::memory_order_acquire);
-    if (members_.channel_bytes() - used < sizeof head) return false;
+    if (members_.channel_bytes() - waiting_in(members_.rank(), message.other) < sizeof head) return false;
     put(message.other, reinterpret_cast<const std::byte*>(&head), sizeof head);
     message.has_begun = moved = true;
     probe(Phase::kMessage);
   }
+  const std::uint64_t rest = message.bytes - message.moved;
+  const std::size_t capacity = members_.channel_bytes();
+  const std::size_t room = capacity - waiting_in(members_.rank(), message.other);
   const std::size_t put_in =
-      put(message.other, message.data + message.moved, message.bytes - message.moved);
+      is_worth_it(room, rest, capacity) ? put(message.other, message.data + message.moved, rest) : 0;
   message.moved += put_in;
   if (moved || put_in > 0) ring_bell(message.other);
   if (message.moved == message.bytes) finish(message, nullptr);
@@ -168,10 +192,7 @@ bool Messages::pull(int from) {
   bool moved = false;
   while (true) {
     if (!inlet.has_head) {
-      const Channel& channel = members_.channel(from, members_.rank());
-      const std::uint64_t there = channel.written.load(std::memory_order_acquire) -
-                                  channel.read.load(std::memory_order_relaxed);
-      if (there < sizeof(Head)) break;
+      if (waiting_in(from, members_.rank()) < sizeof(Head)) break;
       get(from, reinterpret_cast<std::byte*>(&inlet.head), sizeof(Head));
       if (inlet.head.magic != kHeadMagic) {
         fail_all(std::make_exception_ptr(InvalidError("the channel from " + members_.label(from) +
@@ -183,7 +204,9 @@ bool Messages::pull(int from) {
     }
     if (inlet.message == nullptr && !inlet.is_stray && !match(from)) break;
     std::byte* data = inlet.is_stray ? inlet.strays.back().data.data() : inlet.message->data;
-    const std::size_t taken = get(from, data + inlet.taken, inlet.head.bytes - inlet.taken);
+    const std::uint64_t rest = inlet.head.bytes - inlet.taken;
+    if (!is_worth_it(waiting_in(from, members_.rank()), rest, members_.channel_bytes())) break;
+    const std::size_t taken = get(from, data + inlet.taken, rest);
     inlet.taken += taken;
     if (taken > 0) {
       moved = true;
@@ -341,13 +364,23 @@ void Messages::check_peers(bool& overdue) {
 
 // ------------------------------------------------------------------------------- the ring
 
+// How many bytes are in the ring.
+std::uint64_t Messages::waiting_in(int from, int to) const {
+  const Channel& channel = members_.channel(from, to);
+  const std::uint64_t read = channel.read.load(std::memory_order_acquire);  // first: it does not overtake
+  const std::uint64_t bytes = channel.written.load(std::memory_order_acquire) - read;
+  if (bytes > members_.channel_bytes()) {
+    throw InvalidError("the channel from " + members_.label(from) + " to " + members_.label(to) +
+                       " is damaged");
+  }
+  return bytes;
+}
+
 std::size_t Messages::put(int to, const std::byte* data, std::size_t bytes) {
   Channel& channel = members_.channel(members_.rank(), to);
   const std::size_t capacity = members_.channel_bytes();
   const std::uint64_t written = channel.written.load(std::memory_order_relaxed);
-  const std::uint64_t used = written - channel.read.load(std::memory_order_acquire);
-  if (used > capacity) throw InvalidError("the channel to " + members_.label(to) + " is damaged");
-  const std::size_t count = std::min(bytes, capacity - static_cast<std::size_t>(used));
+  const std::size_t count = std::min(bytes, capacity - waiting_in(members_.rank(), to));
   const std::size_t at = written % capacity;
   const std::size_t first = std::min(count, capacity - at);
   if (first > 0) std::memcpy(ring_of(channel) + at, data, first);
@@ -360,9 +393,7 @@ std::size_t Messages::get(int from, std::byte* data, std::size_t bytes) {
   Channel& channel = members_.channel(from, members_.rank());
   const std::size_t capacity = members_.channel_bytes();
   const std::uint64_t read = channel.read.load(std::memory_order_relaxed);
-  const std::uint64_t there = channel.written.load(std::memory_order_acquire) - read;
-  if (there > capacity) throw InvalidError("the channel from " + members_.label(from) + " is damaged");
-  const std::size_t count = std::min(bytes, static_cast<std::size_t>(there));
+  const std::size_t count = std::min<std::size_t>(bytes, waiting_in(from, members_.rank()));
   const std::size_t at = read % capacity;
   const std::size_t first = std::min(count, capacity - at);
   if (first > 0) std::memcpy(data, ring_of(channel) + at, first);

@@ -39,7 +39,8 @@ struct Message {
 
 class Messages {
  public:
-  explicit Messages(Members& members);
+  // `yields`: there are more ranks than cores, so who waits lets the others run.
+  Messages(Members& members, bool yields);
   ~Messages();
 
   // Moves what can be moved now. If that is not all and nobody is about to wait, a thread goes on.
@@ -70,6 +71,16 @@ class Messages {
     std::deque<Stray> strays;
   };
 
+  // Somebody who waits, and moves messages meanwhile: the thread need not.
+  class Caller {
+   public:
+    explicit Caller(Messages& all);
+    ~Caller();
+
+   private:
+    Messages& all_;
+  };
+
   void begin(const std::shared_ptr<Message>& message, bool in_background);
   bool progress();
   bool move();
@@ -81,11 +92,13 @@ class Messages {
   void fail_all(std::exception_ptr error);
   void check_peers(bool& overdue);
   void run();
+  std::uint64_t waiting_in(int from, int to) const;
   std::size_t put(int to, const std::byte* data, std::size_t bytes);
   std::size_t get(int from, std::byte* data, std::size_t bytes);
   void ring_bell(int rank);
 
   Members& members_;
+  const bool yields_;
   std::mutex mutex_;
   std::condition_variable work_;
   std::vector<std::deque<std::shared_ptr<Message>>> sends_;  // by receiver, in order
@@ -94,7 +107,7 @@ class Messages {
   std::vector<Inlet> inlets_;
   std::thread thread_;
   bool stopping_ = false;
-  bool in_background_ = false;
+  int callers_ = 0;
 };
 
 }  // namespace gradsync

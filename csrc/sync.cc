@@ -56,6 +56,10 @@ void sleep_on(std::atomic<std::uint32_t>& word, std::uint32_t seen,
 bool Spin::again() {
   if (limit_.count() == 0) return false;
   if (turns_++ == 0) start_ = Clock::now();
+  if (yields_) {
+    ::sched_yield();
+    return Clock::now() - start_ < limit_;
+  }
   for (int i = 0; i < 16; ++i) pause();
   return turns_ % 8 != 0 || Clock::now() - start_ < limit_;
 }

@@ -19,6 +19,7 @@ using Interrupted = std::function<bool()>;
 // How to wait.
 struct Patience {
   std::chrono::microseconds spin{0};
+  bool yields = false;  // spin by giving the core to others: what is waited for may need it
   Interrupted interrupted;
 };
 
@@ -37,11 +38,13 @@ void sleep_on(std::atomic<std::uint32_t>& word, std::uint32_t seen,
 // Spinning, for as long as it pays.
 class Spin {
  public:
-  explicit Spin(std::chrono::microseconds limit) : limit_(limit) {}
+  explicit Spin(std::chrono::microseconds limit, bool yields = false)
+      : limit_(limit), yields_(yields) {}
   bool again();
 
  private:
   std::chrono::microseconds limit_;
+  bool yields_;
   int turns_ = 0;
   Clock::time_point start_;
 };

@@ -67,7 +67,7 @@ TEST(the_slots_of_a_rank_alternate) {
 }
 
 TEST(a_segment_stays_small_and_a_channel_holds_a_header) {
-  CHECK(Layout(2).bytes() < 9u << 20);
+  CHECK(Layout(2).bytes() < 10u << 20);
   CHECK(Layout(kMaxRanks).bytes() < 100u << 20);
   for (int world = 1; world <= kMaxRanks; ++world) {
     const std::size_t bytes = Layout(world).channel_bytes();

@@ -177,6 +177,7 @@ class CommHook:
         self.state = state
         self._others = Summation(group)
         self._chains = chains(hook)
+        self._at_once = issues_at_once(hook)
         self._waiting: list[HookWork] = []  # for their turn
         self._current: HookWork | None = None
         self._last = -1  # the bucket that was started last
@@ -185,6 +186,8 @@ class CommHook:
     def start(self, bucket: Bucket) -> Work:
         """Hand a bucket to the hook; raises what the hook raises, if it may be tried again."""
         if not bucket.slots:
+            if self._at_once and self._stuck is None and not self._waiting:
+                return self._others.start(bucket)  # on its way together with the last bucket
             return SumAfterAll(self, self._others, bucket)
         if bucket.index <= self._last:  # a new step, or a second try
             self._waiting, self._current, self._stuck = [], None, None
@@ -233,6 +236,7 @@ class CommHook:
 
 
 _PUBLISHED = "torch.distributed.algorithms.ddp_comm_hooks."
+_AT_ONCE = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
 _CHAINING = ("powerSGD_hook", "quantization_hooks", "ddp_zero_hook")
 
 
@@ -245,6 +249,16 @@ def chains(hook: object, depth: int = 4) -> bool:
         with suppress(ValueError):  # an empty cell
             inner.append(cell.cell_contents)
     return depth > 0 and any(callable(each) and chains(each, depth - 1) for each in inner)
+
+
+def issues_at_once(hook: object) -> bool:
+    """Has the hook issued all its collectives when its call for the last bucket returns?
+
+    Known of torch's plainest; others say so by an attribute of this name, as ours do.
+    """
+    if getattr(hook, "__module__", None) == _PUBLISHED + "default_hooks":
+        return name_of(hook) in _AT_ONCE
+    return getattr(hook, "issues_at_once", False) is True
 
 
 def name_of(hook: object) -> str:
@@ -307,6 +321,8 @@ class BuiltinHook:
     >>> ddp.module.bias.grad
     tensor([8., 8.])
     """
+
+    issues_at_once = True
 
     def __init__(self, kind: object) -> None:
         if not isinstance(kind, BuiltinCommHookType):

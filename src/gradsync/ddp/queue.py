@@ -25,10 +25,11 @@ class BucketQueue:
     """Packs buckets, has them reduced, and writes them back.
 
     ``reduction`` sums a bucket; ``on_reduced``, if there is one, gets the slots of each as soon as
-    it is reduced. ``fill_tail`` writes what this rank reports behind the last bucket.
+    it is reduced. ``fill_tail`` writes what this rank reports behind the last bucket, times what
+    it will be divided by.
     """
 
-    def __init__(self, options: ReducerOptions, fill_tail: Callable[[Tensor], None]) -> None:
+    def __init__(self, options: ReducerOptions, fill_tail: Callable[[Tensor, int], None]) -> None:
         self.options = options
         self.packing = Packing(as_views=options.as_views, dtype=options.reduce_dtype)
         self.clock = StepClock()
@@ -155,9 +156,7 @@ class BucketQueue:
 
     def _send(self, bucket: Bucket) -> None:
         if bucket.extra:
-            self._fill_tail(bucket.tail)
-            if bucket.is_averaged:  # what the ranks report is added up
-                bucket.tail.mul_(self.group.size())
+            self._fill_tail(bucket.tail, self.group.size() if bucket.is_averaged else 1)
         self.clock.launch()
         bucket.work = self.reduction.start(bucket)
 

@@ -25,6 +25,7 @@ class StepReport:
         self._slots = slots
         self.queue = BucketQueue(options, self._fill_tail)
         self.forwards = 0  # since the last reduction
+        self._zero: Tensor | None = None  # a tail that the last step has left at 0
         self.clear()
 
     def clear(self) -> None:
@@ -37,15 +38,25 @@ class StepReport:
         """For each parameter, whether this rank has a gradient that is not reduced yet."""
         return used_here(self._slots, self.queue.buckets)
 
-    def _fill_tail(self, tail: Tensor) -> None:
+    def _fill_tail(self, tail: Tensor, divisor: int) -> None:
+        is_zero, self._zero = tail is self._zero, None
+        if is_zero and not self.incidents:
+            return
         used = self.used_here() if tail.numel() > 1 else None
         write_trailer(tail, incident=bool(self.incidents), used=used)
+        if divisor != 1:  # what the ranks report is added up, and not averaged
+            tail.mul_(divisor)
 
     def hear(self) -> list[Statement]:
         """What the ranks say, if any of them has something to report."""
         if self.queue.alone:
             return [self._statement()] if self.incidents else []
-        return self.call_roll() if has_incident(self.queue.tail) else []
+        tail = self.queue.tail
+        if has_incident(tail):
+            return self.call_roll()
+        if tail.numel() == 1:
+            self._zero = tail
+        return []
 
     def call_roll(self) -> list[Statement]:
         """What all ranks say, by rank: they all have to call."""
