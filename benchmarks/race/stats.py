@@ -14,6 +14,11 @@ chosen by the binomial law (for 9 rounds the 2nd and the 8th value). It needs no
 and no random seed, and for a handful of rounds it is more honest than a bootstrap. Fewer than 6
 rounds cannot carry 95 %, and then the verdict says so. It also says so when the spread
 is wider than `NOISY`: "as fast" is a finding, and a busy machine must not be able to produce it.
+
+[Note: not gradsync.bench.stats]
+The suite has single steps, and bootstraps the ratio of their medians over rounds. A race has one
+value a round, and takes the median of the ratios of the rounds. The two estimates are different
+numbers (1.22 and 1.20 of the same nine rounds), so neither can stand in for the other.
 """
 
 from __future__ import annotations
