@@ -11,7 +11,8 @@ common, and are drawn apart.
 [Note: few blocks]
 The percentile bootstrap is too narrow when blocks are few. The interval is therefore taken at the
 expanded percentiles of Hesterberg ("What Teachers Should Know about the Bootstrap", 2015), which
-put Student's t in the place of the normal law. tests/bench/test_bench_stats.py simulates the coverage.
+put Student's t in the place of the normal law. tests/bench/test_bench_stats.py simulates the
+coverage.
 """
 
 from __future__ import annotations
