@@ -29,6 +29,7 @@ from gradsync.ddp.autograd import (
     GradientWatch,
     accumulates,
     backward_number,
+    in_backward,
     in_compiled_autograd,
     in_distributed_backward,
     in_nested_backward,
@@ -124,6 +125,8 @@ class Reducer:
         self._ends_locally = False  # on_backward_end is scheduled
         self._backward = -1  # its number, under distributed autograd
         self._lock = threading.Lock()  # for gradients that several threads bring
+        self._in_no_context = threading.Event()  # no step of distributed autograd is under way
+        self._in_no_context.set()
         # from step to step
         self._outputs_seen = False  # of the last forward that armed us
         self._context: int | None = None  # of distributed autograd, of that forward
@@ -268,7 +271,13 @@ class Reducer:
     # ---------------------------------------------------------------- forward
 
     def check_ready(self) -> None:
-        """Raise if a forward whose gradients will be reduced cannot begin now."""
+        """Raise if a forward whose gradients will be reduced cannot begin now.
+
+        [Note: late ends] Distributed autograd tells the caller that a backward has raised while the
+        threads that ran it are still on their way out: so we may yet have to end its step.
+        """
+        if not self._in_no_context.is_set() and not in_backward():
+            self._in_no_context.wait()  # what it waits for itself has a deadline: the group's
         if self.phase in BACKWARD_RUNS:
             raise self.failed(StateError(messages.FORWARD_IN_BACKWARD))
         if self.phase is Phase.NESTED:
@@ -409,6 +418,7 @@ class Reducer:
                 assert context is not None
                 self._backward = backward_number()
                 self.queue.packing.home = InContext(context)
+                self._in_no_context.clear()
                 self._begin(Phase.DISTRIBUTED)
         return True
 
@@ -654,6 +664,7 @@ class Reducer:
         self.queue.set_divisor(self.world)
         if self.on_backward_end is not None:
             self.on_backward_end()
+        self._in_no_context.set()
 
     # ---------------------------------------------------------------- what is told
 
