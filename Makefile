@@ -6,6 +6,8 @@ PYTHON ?= python3
 DDP ?= gradsync:DistributedDataParallel
 # How many conformance tests run side by side.
 JOBS ?= 2
+# How many files of our own tests run side by side.
+WORKERS ?= 2
 # How long `make soak` takes.
 SECONDS ?= 60
 # More arguments for pytest, as in: make unit ARGS='-k bucket -x'
@@ -59,7 +61,7 @@ imports: $(READY) ## Direction of imports: import-linter
 	$(BIN)/lint-imports --no-logo
 
 unit: $(READY) ## Our tests, without the slow ones (ARGS='-k name' narrows)
-	$(BIN)/python -m pytest -m 'not slow and not hosts' $(ARGS)
+	$(BIN)/python -m pytest -m 'not slow and not hosts' -n $(WORKERS) --dist loadfile $(ARGS)
 
 native-test: ## Tests of csrc without Python (ARGS='part of a name' narrows)
 	@$(MAKE) --no-print-directory -C csrc/tests VARIANT=plain ARGS='$(ARGS)'

@@ -168,6 +168,7 @@ def test_both_styles_are_raced_in_one_run_and_two_files_compared(tmp_path: Path)
     assert {row["verdict"] for row in same.rows} == {"no difference"}
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     process = subprocess.Popen(

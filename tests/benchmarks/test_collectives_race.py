@@ -194,6 +194,7 @@ def test_all_reduce_races_and_the_result_is_written(tmp_path: Path) -> None:
         assert any("openmpi does not race" in note for note in document["notes"])
 
 
+@pytest.mark.slow
 def test_the_other_collectives_race_without_openmpi(tmp_path: Path) -> None:
     result = tmp_path / "race.json"
     names = "broadcast,all_gather,reduce_scatter,all_to_all,gather,scatter,reduce,barrier,ping_pong"
@@ -210,6 +211,7 @@ def test_the_other_collectives_race_without_openmpi(tmp_path: Path) -> None:
     assert all(case["is_right"] == {GLOO: True, COPIED: True} for case in cases)
 
 
+@pytest.mark.slow
 def test_busy_steps_have_a_cpu_time(tmp_path: Path) -> None:
     result = tmp_path / "race.json"
     finished = subprocess.run(
@@ -222,6 +224,7 @@ def test_busy_steps_have_a_cpu_time(tmp_path: Path) -> None:
     assert case["cpu_ratios"].keys() == {SYMMETRIC, COPIED}
 
 
+@pytest.mark.slow
 def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
     result = tmp_path / "race.json"
     race = subprocess.Popen(

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
@@ -26,6 +28,7 @@ def test_a_contender_whose_rival_does_not_race_has_no_ratio() -> None:
     assert row.ratio is None
 
 
+@pytest.mark.slow
 def test_hooks_race_on_two_ranks(tmp_path: Path) -> None:
     result = tmp_path / "race.json"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}

@@ -100,7 +100,14 @@ def test_a_class_that_fails_a_listed_test_fails_the_run(tmp_path):
     assert QUICK in output
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "signum",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
 def test_an_interrupted_run_leaves_no_process_behind(tmp_path, signum):
     (tmp_path / "stuck.py").write_text(
         "import pathlib, time\n"
