@@ -67,21 +67,26 @@ void Messages::wait(const std::shared_ptr<Message>& message, const Interrupted& 
   const Caller caller(*this);
   Line& own = members_.line(members_.rank());
   Spin spin(kSpin, yields_);
+  auto looked = Clock::now();  // for deaths and deadlines, now and then also where much is moving
   while (!message->is_done) {
     const std::uint32_t seen = own.bell.load(std::memory_order_seq_cst);
     const bool is_spinning = spin.again();
+    const bool is_time = Clock::now() - looked > kPatience;
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      if (progress()) {
+      if (progress() && !is_time) {
         spin = Spin(kSpin, yields_);
         continue;
       }
       if (message->is_done) break;
       bool overdue = false;
-      if (!is_spinning) check_peers(overdue);
+      if (!is_spinning || is_time) {
+        looked = Clock::now();
+        check_peers(overdue);
+      }
       if (overdue || message->is_done) continue;
     }
-    if (own.bell.load(std::memory_order_seq_cst) != seen || is_spinning) continue;
+    if (!is_time && (own.bell.load(std::memory_order_seq_cst) != seen || is_spinning)) continue;
     if (interrupted && interrupted()) throw InterruptedError("A message was interrupted.");
     sleep_on(own.bell, seen, own.bell_sleepers, kPatience);
   }
@@ -120,10 +125,12 @@ void Messages::run() {
     const bool is_receiving =  // or what has begun to arrive
         !receives_.empty() || std::any_of(inlets_.begin(), inlets_.end(),
                                           [](const Inlet& inlet) { return inlet.message != nullptr; });
-    if (callers_ > 0 || (!is_sending && !is_receiving)) {
+    if (!is_sending && !is_receiving) {
       work_.wait(lock);
       continue;
     }
+    // Who waits moves messages, unless a signal handler of Python's holds it up.
+    if (callers_ > 0 && work_.wait_for(lock, kPatience) == std::cv_status::no_timeout) continue;
     const std::uint32_t seen = own.bell.load(std::memory_order_seq_cst);
     if (progress()) continue;
     bool overdue = false;

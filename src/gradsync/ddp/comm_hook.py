@@ -7,6 +7,7 @@ hook's business: it travels in a bucket of its own.
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
@@ -182,15 +183,17 @@ class CommHook:
         self._current: HookWork | None = None
         self._last = -1  # the bucket that was started last
         self._stuck: HookWork | None = None
+        self._has_failed = False  # in this step
 
     def start(self, bucket: Bucket) -> Work:
         """Hand a bucket to the hook; raises what the hook raises, if it may be tried again."""
         if not bucket.slots:
-            if self._at_once and self._stuck is None and not self._waiting:
+            if self._at_once and not self._has_failed and not self._waiting:
                 return self._others.start(bucket)  # on its way together with the last bucket
             return SumAfterAll(self, self._others, bucket)
         if bucket.index <= self._last:  # a new step, or a second try
             self._waiting, self._current, self._stuck = [], None, None
+            self._has_failed = False
         self._last = bucket.index
         work = HookWork(self, bucket)
         self._waiting.append(work)
@@ -208,8 +211,10 @@ class CommHook:
             self._current = work = self._waiting.pop(0)
             issued = self._issued()
             work.begin()
-            if work.error is not None and self._issued() == issued:
-                self._stuck = work
+            if work.error is not None:
+                self._has_failed = True
+                if self._issued() == issued:
+                    self._stuck = work
 
     def check_not_stuck(self) -> None:
         """Raise if nothing may be sent any more in this step."""
@@ -256,8 +261,9 @@ def issues_at_once(hook: object) -> bool:
 
     Known of torch's plainest; others say so by an attribute of this name, as ours do.
     """
-    if getattr(hook, "__module__", None) == _PUBLISHED + "default_hooks":
-        return name_of(hook) in _AT_ONCE
+    published = sys.modules.get(_PUBLISHED + "default_hooks")
+    if any(hook is getattr(published, name, None) for name in _AT_ONCE):
+        return True  # not what wraps one: it may do more
     return getattr(hook, "issues_at_once", False) is True
 
 

@@ -99,11 +99,13 @@ class BucketQueue:
         return self._next == len(self.buckets)
 
     @property
-    def can_report(self) -> bool:
-        """Is what this rank reports still to be sent?"""
-        if not self.all_launched:
-            return True
-        return self._settled < len(self.buckets) and isinstance(self.buckets[-1].work, SumAfterAll)
+    def has_reported(self) -> bool:
+        """Has all left that the other ranks wait for, the report of the step included?"""
+        return (
+            not self.alone
+            and self.all_launched
+            and not isinstance(self.buckets[-1].work, SumAfterAll)
+        )
 
     @property
     def all_full(self) -> bool:

@@ -81,6 +81,7 @@ class Phase(Enum):
     FINALIZE = auto()  # all gradients are there
 
 
+LATE_END_SECONDS = 60.0
 BACKWARD_RUNS = (Phase.BACKWARD, Phase.COMPILED, Phase.DISTRIBUTED)
 
 
@@ -270,14 +271,19 @@ class Reducer:
 
     # ---------------------------------------------------------------- forward
 
-    def check_ready(self) -> None:
-        """Raise if a forward whose gradients will be reduced cannot begin now.
+    def await_late_end(self) -> None:
+        """Before any forward: let a step of distributed autograd that has raised come to its end.
 
-        [Note: late ends] Distributed autograd tells the caller that a backward has raised while the
-        threads that ran it are still on their way out: so we may yet have to end its step.
+        Distributed autograd tells the caller that a backward has raised while the threads that ran
+        it are still on their way out: we may yet have to end its step, with collectives.
         """
-        if not self._in_no_context.is_set() and not in_backward():
-            self._in_no_context.wait()  # what it waits for itself has a deadline: the group's
+        if self._in_no_context.is_set() or in_backward():
+            return
+        if not self._in_no_context.wait(LATE_END_SECONDS):
+            raise self.failed(StateError(messages.FORWARD_IN_BACKWARD))
+
+    def check_ready(self) -> None:
+        """Raise if a forward whose gradients will be reduced cannot begin now."""
         if self.phase in BACKWARD_RUNS:
             raise self.failed(StateError(messages.FORWARD_IN_BACKWARD))
         if self.phase is Phase.NESTED:
@@ -512,12 +518,19 @@ class Reducer:
             self._await_end()
 
     def _abandon(self) -> None:
-        """The backward raised: end the step as far as the other ranks are concerned."""
+        """The backward raised: end the step as far as the other ranks are concerned.
+
+        If all that this rank had to send has left, the step is whole for them, and so it is here.
+        """
         if self.phase is Phase.IDLE:
             return  # it has ended before: see [Note: compiled autograd]
         self.phase = Phase.FINALIZE
         try:
-            self._give_up()
+            if self.queue.has_reported:
+                with torch.no_grad():
+                    self._finish_step()
+            else:
+                self._give_up()
         except Exception as error:  # nobody to raise it to: the engine is cleaning up
             if isinstance(error, CollectiveError):  # else a hook that has raised before
                 self._verdicts.deferred = error
@@ -529,9 +542,12 @@ class Reducer:
         self.report.incidents |= Incident.ABANDONED
         zeroed = self.queue.send_zeros()
         if not self.queue.alone:
-            used = self.report.used_anywhere(self.report.call_roll(), self._used_anywhere)
+            statements = self.report.hear()
+            used = self.report.used_anywhere(statements, self._used_anywhere)
             with torch.no_grad():
                 self.queue.settle_given_up(zeroed, used)
+            if not statements:  # our report had left before: the others know of nothing
+                self._remember()
 
     def shadow(self) -> None:
         """Take part in a step of the other ranks with nothing of our own."""
@@ -584,7 +600,7 @@ class Reducer:
                 finish()
         except Exception as error:
             log(error, self.queue.packing.home)
-            if self.queue.can_report and not isinstance(error, CollectiveError):
+            if not self.report.heard and not isinstance(error, CollectiveError):
                 with suppress(Exception):  # what comes of it says less than the error at hand
                     self._give_up()
             raise

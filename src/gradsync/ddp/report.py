@@ -1,5 +1,6 @@
 """What this rank has to say of a step, and what it hears from the others."""
 
+import weakref
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -25,7 +26,7 @@ class StepReport:
         self._slots = slots
         self.queue = BucketQueue(options, self._fill_tail)
         self.forwards = 0  # since the last reduction
-        self._zero: Tensor | None = None  # a tail that the last step has left at 0
+        self._zero: weakref.ref[Tensor] | None = None  # a tail that the last step has left at 0
         self.clear()
 
     def clear(self) -> None:
@@ -33,13 +34,14 @@ class StepReport:
         self.incidents = Incident(0)
         self.unreached = Unreached()
         self.forwards = 0
+        self.heard = False  # what the ranks have said of this step
 
     def used_here(self) -> list[bool]:
         """For each parameter, whether this rank has a gradient that is not reduced yet."""
         return used_here(self._slots, self.queue.buckets)
 
     def _fill_tail(self, tail: Tensor, divisor: int) -> None:
-        is_zero, self._zero = tail is self._zero, None
+        is_zero, self._zero = self._zero is not None and self._zero() is tail, None
         if is_zero and not self.incidents:
             return
         used = self.used_here() if tail.numel() > 1 else None
@@ -49,13 +51,14 @@ class StepReport:
 
     def hear(self) -> list[Statement]:
         """What the ranks say, if any of them has something to report."""
+        self.heard = True
         if self.queue.alone:
             return [self._statement()] if self.incidents else []
         tail = self.queue.tail
         if has_incident(tail):
             return self.call_roll()
         if tail.numel() == 1:
-            self._zero = tail
+            self._zero = weakref.ref(tail)
         return []
 
     def call_roll(self) -> list[Statement]:

@@ -324,6 +324,7 @@ class DistributedDataParallel(Features):
             return inputs, kwargs
         if not self._lazy_init_ran:
             self._lazy_init()
+        self.reducer.await_late_end()
         if self._join_config.enable:
             join.begin_forward(self)
         if self._asks_for_reduction():
