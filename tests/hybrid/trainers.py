@@ -137,11 +137,13 @@ def sleep(cluster: Cluster) -> None:
 
 
 def watch(cluster: Cluster) -> None:
-    """A master that waits until a table is there."""
+    """A master that waits until a table is there, and asks once more when all is trained."""
     from gradsync.hybrid.transport import Message
 
     while not cluster.ask_all({"server0": Message("describe")})["server0"].values["tables"]:
         time.sleep(0.05)
+    time.sleep(1.0)
+    assert cluster.ask_all({"server0": Message("describe")})["server0"].values["tables"]
 
 
 def group_size(cluster: Cluster) -> int:

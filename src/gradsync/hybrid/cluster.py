@@ -126,13 +126,17 @@ class Cluster:
         return self._transport.lost()
 
     def leave(self, *, stops: bool = False) -> None:
-        """Take leave: the other trainers' steps no longer wait for this one."""
+        """Take leave: the other trainers' steps no longer wait for this one.
+
+        With ``stops`` servers end after the last trainer, or at once if the master says so.
+        """
         if self._left:
             return
         self._left = True
-        if self.role == "trainer":
+        farewell = Message("leave", {"stops": stops}) if self.role == "trainer" else Message("stop")
+        if self.role == "trainer" or stops:
             with suppress(FaultError):
-                self.ask_all({s: Message("leave", {"stops": stops}) for s in self.servers})
+                self.ask_all(dict.fromkeys(self.servers, farewell))
 
     def close(self) -> None:
         """Let go of the servers."""

@@ -518,8 +518,11 @@ def _play_client(
     with entered(cluster), cluster.blame():
         if role == "master":
             assert roles.master is not None
-            value = roles.master(cluster)
-            _wait_for_trainers(store, roles.trainers, cluster)  # they report until then
+            try:
+                value = roles.master(cluster)
+                _wait_for_trainers(store, roles.trainers, cluster)  # they report until then
+            finally:
+                cluster.leave(stops=True)
         else:
             dist.init_process_group(
                 settings.backend,
@@ -532,6 +535,8 @@ def _play_client(
                 value = roles.trainer(cluster, *args)
             finally:
                 dist.destroy_process_group()
+            if roles.master is not None:
+                cluster.leave()  # the master may have questions yet: it stops the servers
             store.set(f"done/{index}", "1")
             if roles.master is None:
                 _wait_for_trainers(store, roles.trainers, cluster)  # one may host the store
