@@ -94,11 +94,15 @@ def fresh(**config: Any) -> Iterator[None]:
         "_fuse_ddp_communication": False,  # python_reducer sets these two for good
         "_fuse_ddp_bucket_size": 25,
     }
+    rules = _dynamo.trace_rules
+    inlined = set(rules.LEGACY_MOD_INLINELIST)  # to which torch's class adds itself, for good
     _dynamo.reset()
     try:
         with _dynamo.config.patch(**config), _inductor.config.patch(inductor):
             yield
     finally:
+        rules.LEGACY_MOD_INLINELIST.intersection_update(inlined)
+        rules.get_legacy_mod_inlinelist.cache_clear()
         _dynamo.reset()
 
 
