@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import namespaces
@@ -137,10 +138,14 @@ def test_when_the_host_of_the_store_dies_what_is_known_is_said(nursery: Nursery)
         assert "rank 0 (pid " in text
 
 
-def test_a_host_that_vanishes_is_named_at_the_deadline(nursery: Nursery) -> None:
+def test_a_host_that_vanishes_is_named_at_the_deadline(nursery: Nursery, tmp_path: Path) -> None:
+    cut = tmp_path / "cut"
+
     def body(rank: int, world: int) -> Any:
         dist.barrier()
-        time.sleep(1.0)  # now the cable is cut
+        (tmp_path / f"met{rank}").touch()
+        while not cut.exists():
+            time.sleep(0.02)
         began = time.monotonic()
         with pytest.raises(FaultError) as caught:
             dist.all_reduce(torch.ones(500_000))
@@ -148,8 +153,10 @@ def test_a_host_that_vanishes_is_named_at_the_deadline(nursery: Nursery) -> None
 
     with namespaces.hosts(3) as made:
         with start(nursery, made, "abbc", body, timeout=3.0) as under_way:
-            time.sleep(1.2)
+            while not all((tmp_path / f"met{rank}").exists() for rank in range(4)):
+                time.sleep(0.02)
             made[2].unplug()
+            cut.touch()
             endings = under_way.endings()
     for ending in endings:
         error, seconds = ending.unwrap()
