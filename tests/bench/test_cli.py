@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
-import time
 import tomllib
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+from commands import ENVIRONMENT, gradsync, interrupt
 from typer.testing import CliRunner
 
 from gradsync.bench import cli, files
@@ -39,17 +37,12 @@ class Dying(Tiny):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().loss(output, target)
 """
-ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
 
 
 @pytest.fixture
 def own(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     return tmp_path / "own.py"
-
-
-def gradsync(*arguments):
-    return [sys.executable, "-m", "gradsync.bench", *arguments]
 
 
 def test_cases_that_cannot_run_or_die_leave_the_others_alone(own, tmp_path):
@@ -85,25 +78,10 @@ def test_cases_that_cannot_run_or_die_leave_the_others_alone(own, tmp_path):
 
 
 def test_ctrl_c_keeps_what_was_measured_and_ends_the_ranks(own, tmp_path):
-    path = tmp_path / "a.json"
-    process = subprocess.Popen(
-        gradsync(
-            "bench", f"--benchmark={own}:Tiny", "--ranks=1", "--impl=none", "--steps=100000",
-            "--rounds=20000", f"--json={path}",
-        ),
-        env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    case, output = interrupt(
+        "bench", f"--benchmark={own}:Tiny", "--ranks=1", "--impl=none", "--steps=100000",
+        "--rounds=20000", path=tmp_path / "a.json",
     )  # fmt: skip
-    deadline = time.monotonic() + 80
-    while time.monotonic() < deadline and process.poll() is None:
-        if path.exists() and files.read(path).cases:
-            break
-        time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, output
-    result = files.read(path)
-    (case,) = result.cases
-    assert (result.status, case.complete, case.error) == ("interrupted", False, None)
     assert len(case.measurements) == sum(case.steps_by_round) > 0
     assert "none*" in output
 

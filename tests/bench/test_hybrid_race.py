@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import random
-import signal
 import statistics
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import interrupt, run
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -28,8 +24,6 @@ from gradsync.bench.result import BENCH_HYBRID, Case, Result
 
 SHAPE = Shape(trainers=2, servers=4, embeddings=300, embedding_dim=16)
 HEAT = HybridHeat(shape=SHAPE, contenders=contenders("both"))
-ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
-
 seconds = st.lists(st.floats(0.001, 10), min_size=1, max_size=8)
 
 
@@ -135,16 +129,6 @@ def test_batches_are_alike_for_both_styles_and_have_no_empty_bag() -> None:
 # ------------------------------------------------------------------------- the command
 
 
-def gradsync(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "gradsync.bench", *arguments]
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        gradsync(*arguments), env=ENVIRONMENT, capture_output=True, text=True, timeout=110
-    )
-
-
 def test_both_styles_are_raced_in_one_run_and_two_files_compared(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     done = run(
@@ -170,25 +154,10 @@ def test_both_styles_are_raced_in_one_run_and_two_files_compared(tmp_path: Path)
 
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    process = subprocess.Popen(
-        gradsync(
-            "bench", "hybrid", "--style=gradsync", "--trainers=1", "--servers=1", "--warmup=1",
-            "--epochs=2", "--rounds=100000", f"--json={path}",
-        ),
-        env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    case, output = interrupt(
+        "bench", "hybrid", "--style=gradsync", "--trainers=1", "--servers=1", "--warmup=1",
+        "--epochs=2", "--rounds=100000", path=tmp_path / "a.json",
     )  # fmt: skip
-    deadline = time.monotonic() + 80
-    while time.monotonic() < deadline and process.poll() is None:
-        if path.exists() and files.read(path).cases:
-            break
-        time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, output
-    result = files.read(path)
-    (case,) = result.cases
-    assert (result.status, case.complete, case.error) == ("interrupted", False, None)
     assert len(case.measurements) == 2 * len(case.steps_by_round) > 0
     assert "gradsync/gradsync*" in output
     assert "stopped before its last round" in output
