@@ -706,6 +706,44 @@ def full_text(error: BaseException) -> str:
 
 
 class TestFailures:
+    @pytest.mark.parametrize("at_once", [True, False])
+    def test_a_hook_that_sends_and_then_raises_is_told_to_the_others(
+        self, pool: WorkerPool, at_once: bool
+    ) -> None:
+        class Raises:
+            issues_at_once = at_once
+
+            def __init__(self, rank: int) -> None:
+                self.rank, self.broken = rank, False
+
+            def __call__(self, state, bucket):
+                future = default_hooks.allreduce_hook(None, bucket)
+                if self.broken and self.rank == 1 and bucket.is_last():
+                    raise RuntimeError("sent, and then no luck")
+                return future
+
+        def run(rank: int, world: int) -> str:
+            ddp = OurDDP(seeded(Net))
+            hook = Raises(rank)
+            ddp.register_comm_hook(None, hook)
+            text = ""
+            for step in range(4):
+                hook.broken = step == 2
+                ddp.zero_grad()
+                backward = loss_of(ddp(net_batch(step, rank))).backward
+                if hook.broken:
+                    began = time.monotonic()
+                    text = full_text(caught(backward))
+                    assert time.monotonic() - began < 5
+                else:
+                    backward()
+            assert_equal_on_all_ranks([p.grad for p in ddp.parameters()])
+            return text
+
+        other, culprit = pool.run(run, timeout=60, group_timeout=20)
+        assert "the backward of rank 1 raised" in other
+        assert "sent, and then no luck" in culprit
+
     @pytest.mark.parametrize("options", ["plain", "buckets", "views", "static", "unused"])
     def test_what_a_hook_does_wrong_is_told_with_rank_and_bucket_and_to_the_others_at_once(
         self, pool: WorkerPool, options: str

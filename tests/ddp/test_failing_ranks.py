@@ -12,7 +12,7 @@ import torch.distributed as dist
 from replicas import Branches, OurDDP, assert_equal_on_all_ranks, batch, caught, quiet
 from torch import Tensor, nn
 
-from gradsync import CollectiveError, PeerStepError
+from gradsync import CollectiveError, PeerStepError, hooks
 from gradsync.testing import WorkerPool
 
 LIMIT = 60.0
@@ -172,8 +172,9 @@ class TestStays:
                     assert f"rank {rank}, step {at}: the backward of rank 1 raised" in text
                     assert "zero_grad" in text
 
+    @pytest.mark.parametrize("hook", [None, "bf16", "topk"])
     def test_what_raises_when_all_gradients_have_left_is_the_business_of_its_rank_alone(
-        self, pool: WorkerPool
+        self, pool: WorkerPool, hook: str | None
     ) -> None:
         """A node before the module, and the others are through with the step by then."""
 
@@ -182,6 +183,8 @@ class TestStays:
 
         def run(rank: int, world: int) -> None:
             ddp = OurDDP(torch.nn.Linear(4, 2), bucket_cap_mb=1e-6)
+            if hook is not None:
+                ddp.register_comm_hook(None, hooks.by_name(hook))
             for at in range(6):
                 early = torch.ones(1, 4, requires_grad=True)
                 inputs = early.exp()  # its backward comes last

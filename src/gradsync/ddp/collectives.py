@@ -24,6 +24,8 @@ Work = Any  # dist.Work, what a custom group returns in its place, or a LocalWor
 class LocalWork(ABC):
     """Something under way that ends with work of our own, and so in ``wait``."""
 
+    error: Exception | None = None  # what a function of the user's raised in it
+
     @abstractmethod
     def wait(self) -> None:
         """Wait for what is under way and do the rest."""
@@ -92,6 +94,8 @@ def wait(
         error.add_note(f"rank {group.rank()} of {group.size()} waited for {describe()}.")
         raise
     except RuntimeError as error:
+        if isinstance(work, LocalWork) and error is work.error:
+            raise  # the collectives are well
         raise CollectiveError(
             f"rank {group.rank()} of {group.size()}: {describe()} failed: {error}\n"
             "Another rank failed, was killed, or is not at the same point of the program; its "

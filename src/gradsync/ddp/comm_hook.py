@@ -7,6 +7,7 @@ hook's business: it travels in a bucket of its own.
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
@@ -82,7 +83,6 @@ class HookWork(LocalWork):
         self._owner = owner
         self._bucket = bucket
         self.future: torch.futures.Future[Any] | None = None
-        self.error: Exception | None = None  # what the hook raised
 
     def begin(self) -> None:
         """Call the hook."""
@@ -177,17 +177,22 @@ class CommHook:
         self.state = state
         self._others = Summation(group)
         self._chains = chains(hook)
+        self._at_once = issues_at_once(hook)
         self._waiting: list[HookWork] = []  # for their turn
         self._current: HookWork | None = None
         self._last = -1  # the bucket that was started last
         self._stuck: HookWork | None = None
+        self._has_failed = False  # in this step
 
     def start(self, bucket: Bucket) -> Work:
         """Hand a bucket to the hook; raises what the hook raises, if it may be tried again."""
         if not bucket.slots:
+            if self._at_once and not self._has_failed and not self._waiting:
+                return self._others.start(bucket)  # on its way together with the last bucket
             return SumAfterAll(self, self._others, bucket)
         if bucket.index <= self._last:  # a new step, or a second try
             self._waiting, self._current, self._stuck = [], None, None
+            self._has_failed = False
         self._last = bucket.index
         work = HookWork(self, bucket)
         self._waiting.append(work)
@@ -205,8 +210,10 @@ class CommHook:
             self._current = work = self._waiting.pop(0)
             issued = self._issued()
             work.begin()
-            if work.error is not None and self._issued() == issued:
-                self._stuck = work
+            if work.error is not None:
+                self._has_failed = True
+                if self._issued() == issued:
+                    self._stuck = work
 
     def check_not_stuck(self) -> None:
         """Raise if nothing may be sent any more in this step."""
@@ -233,6 +240,7 @@ class CommHook:
 
 
 _PUBLISHED = "torch.distributed.algorithms.ddp_comm_hooks."
+_AT_ONCE = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
 _CHAINING = ("powerSGD_hook", "quantization_hooks", "ddp_zero_hook")
 
 
@@ -245,6 +253,17 @@ def chains(hook: object, depth: int = 4) -> bool:
         with suppress(ValueError):  # an empty cell
             inner.append(cell.cell_contents)
     return depth > 0 and any(callable(each) and chains(each, depth - 1) for each in inner)
+
+
+def issues_at_once(hook: object) -> bool:
+    """Has the hook issued all its collectives when its call for the last bucket returns?
+
+    Known of torch's plainest; others say so by an attribute of this name, as ours do.
+    """
+    published = sys.modules.get(_PUBLISHED + "default_hooks")
+    if any(hook is getattr(published, name, None) for name in _AT_ONCE):
+        return True  # not what wraps one: it may do more
+    return getattr(hook, "issues_at_once", False) is True
 
 
 def name_of(hook: object) -> str:
@@ -307,6 +326,8 @@ class BuiltinHook:
     >>> ddp.module.bias.grad
     tensor([8., 8.])
     """
+
+    issues_at_once = True
 
     def __init__(self, kind: object) -> None:
         if not isinstance(kind, BuiltinCommHookType):

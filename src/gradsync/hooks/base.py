@@ -66,6 +66,8 @@ class Hook(ABC):
     """
 
     name: ClassVar[str]
+    # All collectives start in the call, see [Note: rounds]: DDP need not wait to start its own.
+    issues_at_once: ClassVar[bool] = True
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self._group = process_group
