@@ -244,7 +244,7 @@ class _Brood:
             self._facts[rank]["hung"] = True
             os.kill(pids[rank], STACK_SIGNAL)
         if missing:
-            time.sleep(0.5)
+            time.sleep(0.5)  # to write their stacks
         for descriptor in lives:
             os.close(descriptor)
 

@@ -301,7 +301,7 @@ def test_a_death_while_the_group_is_made_is_not_taken_for_memory_that_cannot_be_
 
         def wait_and_map(*args: Any) -> Any:
             if rank == 1:
-                time.sleep(0.5)
+                time.sleep(0.5)  # rank 0 has died by then; if not, it dies while we map
             return original(*args)
 
         attach._map = wait_and_map

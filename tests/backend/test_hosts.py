@@ -343,12 +343,14 @@ def test_a_stopped_rank_is_named_on_all_machines_at_the_deadline(
 
 def test_a_rank_that_never_calls_is_named_at_the_deadline(nursery: Nursery) -> None:
     def run(rank: int, world: int) -> Any:
+        store = dist.distributed_c10d._get_default_store()
         dist.barrier()
         if rank == 2:
-            time.sleep(2.8)
+            store.wait(["0", "1"])
             return None
         with pytest.raises(DeadlineError) as caught:
             dist.all_reduce(torch.ones(10))
+        store.set(str(rank), "")
         return caught.value.ranks
 
     endings = nursery.run(run, group_timeout=1.5, **machines("aab"))

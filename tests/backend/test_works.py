@@ -54,11 +54,13 @@ class TestWork:
     def test_a_wait_with_a_time_out_gives_up_and_can_be_repeated(self, pool: WorkerPool) -> None:
         def body(rank: int, world: int) -> None:
             tensor = torch.full((3,), rank + 1.0)
+            store = dist.distributed_c10d._get_default_store()
             if rank == 1:
-                time.sleep(0.5)
+                store.wait(["rank 0 gave up"])
             work = dist.all_reduce(tensor, async_op=True)
             if rank == 0:
                 raised(lambda: work.wait(timedelta(seconds=0.05)), DeadlineError)
+                store.set("rank 0 gave up", "")
             work.wait(timedelta(seconds=20))
             assert tensor[0] == 3
 

@@ -142,7 +142,7 @@ def watch(cluster: Cluster) -> None:
 
     while not cluster.ask_all({"server0": Message("describe")})["server0"].values["tables"]:
         time.sleep(0.05)
-    time.sleep(1.0)
+    time.sleep(1.0)  # if they take longer, this asks too early: it proves less, and does not fail
     assert cluster.ask_all({"server0": Message("describe")})["server0"].values["tables"]
 
 
