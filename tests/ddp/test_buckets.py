@@ -174,6 +174,32 @@ def test_parameters_without_elements_or_without_dimensions_have_their_place(
     pool.run(run, timeout=LIMIT)
 
 
+@both_kinds
+def test_of_many_equal_layers_some_may_have_no_gradient_or_one_with_strides_of_its_own(
+    pool: WorkerPool, views: bool
+) -> None:
+    class Skipping(Tower):
+        skipped: tuple[int, ...] = ()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.enter(x)
+            for index, layer in enumerate(self.layers):
+                x = x if index in self.skipped else torch.tanh(layer(x))
+            return x
+
+    def run(rank: int, world: int) -> None:
+        def step(model: nn.Module, x: Tensor, index: int) -> None:
+            net = model.module
+            net.skipped = (index, index + 1 + rank)
+            net.layers[9].weight.grad = torch.full((WIDTH, WIDTH), 0.5 + rank).t()
+            plain_step(model, x, index)
+
+        settings = {"find_unused_parameters": True, "gradient_as_bucket_view": views}
+        check(rank, world, Skipping, step=step, ddp=settings, against=["torch"])
+
+    pool.run(run, timeout=LIMIT)
+
+
 # ------------------------------------------------------------------ collectives
 
 

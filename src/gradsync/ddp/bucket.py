@@ -7,6 +7,7 @@ by side in one flat buffer; ``special_buckets`` has the others.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from operator import is_
 
 import torch
@@ -19,6 +20,7 @@ from gradsync.ddp.distributed_autograd import IN_GRAD, Home
 from gradsync.errors import StateError
 
 LARGE_BYTES = 64 * 1024
+SERIES = 8  # so many gradients of one shape are worth a call of their own
 NOWHERE = torch.empty(0)
 
 
@@ -91,7 +93,9 @@ class Bucket:
     [Note: large and small] A large gradient is scaled into the buffer when it is ready: in one
     pass, while it is in the cache, and with views its own memory is free at once. Small ones
     wait until the bucket is full and are copied together, since for them the calls cost more
-    than the bytes. They come first in the buffer, so that they can be scaled together too.
+    than the bytes. They come first in the buffer, so that they can be scaled together too, and
+    those of one shape side by side: many of them (``SERIES``) are concatenated, which takes less
+    than half the time of as many copies.
 
     ``extra`` elements behind the gradients travel with them: see [Note: the trailer]. A bucket
     of nothing but extra elements has no slots.
@@ -103,7 +107,7 @@ class Bucket:
         self.index = 0  # in the order of launch
         self.is_last = False  # of those with gradients
         self.packing = packing
-        self.slots = sorted(slots, key=lambda slot: slot.nbytes >= LARGE_BYTES)
+        self.slots = _in_order(slots)
         casts = packing.dtype is not None and like.is_floating_point()
         self.dtype = packing.dtype if casts and packing.dtype is not None else like.dtype
         self.device = like.device
@@ -246,7 +250,9 @@ class Bucket:
 
     def _copy(self, slots: list[Slot], views: list[Tensor], gradients: list[Tensor | None]) -> None:
         try:
-            if slots:
+            if slots is self._small:
+                self._copy_all(gradients)  # type: ignore[arg-type]
+            elif slots:
                 torch._foreach_copy_(views, gradients)  # type: ignore[arg-type]
         except TypeError:  # a None among them, which is rare: so it is not looked for first
             if all(gradient is not None for gradient in gradients):
@@ -264,6 +270,13 @@ class Bucket:
                 if gradient is not None:
                     self._check(slot, gradient)
             raise
+
+    def _copy_all(self, gradients: list[Tensor]) -> None:
+        for place, members in self._series:
+            torch.cat(gradients[members], out=place)
+        singles = [gradient for part in self._singles for gradient in gradients[part]]
+        if singles:
+            torch._foreach_copy_(self._single_views, singles)
 
     def unpack(self) -> None:
         """Write the reduced values into the gradients that are not views."""
@@ -323,8 +336,29 @@ class Bucket:
             slot.view = view
         self._small_views = self._views[: len(self._small)]
         self._small_flat = storage[: sum(slot.param.numel() for slot in self._small)]
+        self._find_series()
         self._tail = storage[self.numel : self.numel + self.extra]
         self._storage = storage
+
+    def _find_series(self) -> None:
+        """Tell the small gradients that are concatenated from those that are copied singly."""
+        self._series: list[tuple[Tensor, slice]] = []
+        self._singles: list[slice] = []
+        self._single_views: list[Tensor] = []
+        first = 0
+        for _, run in groupby(self._small, key=lambda slot: slot.param.shape):
+            slots = list(run)
+            members = slice(first, first + len(slots))
+            views = self._small_views[members]
+            first = members.stop
+            if len(slots) < SERIES or not _can_be_concatenated(slots, self.dtype):
+                self._singles.append(members)
+                self._single_views += views
+                continue
+            one = views[0]
+            shape = (len(slots) * one.shape[0], *one.shape[1:])
+            place = self._small_flat.as_strided(shape, one.stride(), one.storage_offset())
+            self._series.append((place, members))
 
     def _check_not_lent(self, slot: Slot, gradient: Tensor) -> None:
         other = self.packing.lent.get(gradient.untyped_storage().data_ptr())
@@ -348,6 +382,29 @@ class Bucket:
                 f"parameter {tuple(slot.param.shape)}. Do not set .grad to a tensor of another "
                 "shape."
             )
+
+
+def _in_order(slots: Sequence[Slot]) -> list[Slot]:
+    """The small ones first, those of one shape side by side: see [Note: large and small]."""
+    shapes: dict[torch.Size, int] = {}
+    for slot in slots:
+        shapes.setdefault(slot.param.shape, len(shapes))
+
+    def place(slot: Slot) -> tuple[bool, int]:
+        is_large = slot.nbytes >= LARGE_BYTES
+        return is_large, 0 if is_large else shapes[slot.param.shape]
+
+    return sorted(slots, key=place)
+
+
+def _can_be_concatenated(slots: Sequence[Slot], dtype: torch.dtype) -> bool:
+    return all(
+        slot.param.dim() > 0
+        and slot.nbytes > 0
+        and slot.param.dtype == dtype
+        and slot.param.is_contiguous()
+        for slot in slots
+    )
 
 
 def view_like(param: Tensor, storage: Tensor, offset: int) -> Tensor:
