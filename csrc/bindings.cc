@@ -8,6 +8,7 @@
 
 #include "context.h"
 #include "probe.h"
+#include "quantise.h"
 
 namespace py = pybind11;
 
@@ -135,6 +136,23 @@ MessageHandle message(const std::shared_ptr<Context>& context, Kind kind, Addres
   return {context, request};
 }
 
+// Runs `work` on so many elements without the interpreter's lock, if it would hold others up.
+template <typename Work>
+void compute(std::size_t elements, const Work& work) {
+  constexpr std::size_t kLong = 1 << 16;  // about 30 microseconds
+  std::optional<py::gil_scoped_release> release;
+  if (elements >= kLong) release.emplace();
+  work();
+}
+
+Quantiser quantiser(DType dtype, std::size_t gradients, std::size_t length, std::size_t block,
+                    std::size_t shares,
+                    const std::vector<std::tuple<std::size_t, std::size_t, std::size_t>>& stretches) {
+  std::vector<Stretch> all;
+  for (const auto& [start, at, size] : stretches) all.push_back({start, at, size});
+  return Quantiser({dtype, gradients, length, block, shares}, all);
+}
+
 struct Memory {
   std::shared_ptr<Allocation> allocation;
 };
@@ -253,6 +271,28 @@ PYBIND11_MODULE(_native, module) {
         return py::buffer_info(reinterpret_cast<std::uint8_t*>(segment.data()),
                                static_cast<py::ssize_t>(segment.size()), false);
       });
+
+  py::class_<Quantiser>(module, "Quantiser")
+      .def(py::init(&quantiser), py::arg("dtype"), py::arg("gradients"), py::arg("length"),
+           py::arg("block"), py::arg("shares"), py::arg("stretches"))
+      .def("fill", [](const Quantiser& self, Address gradients, Address residual, Address message) {
+        compute(self.length(), [&] {
+          self.fill(reinterpret_cast<const void*>(gradients), reinterpret_cast<float*>(residual),
+                    reinterpret_cast<std::byte*>(message));
+        });
+      }, py::arg("gradients"), py::arg("residual"), py::arg("message"))
+      .def("mean", [](const Quantiser& self, const std::vector<Address>& messages, Address gradients) {
+        compute(self.length(), [&] {
+          self.mean(pointers<const std::byte*>(messages), reinterpret_cast<void*>(gradients));
+        });
+      }, py::arg("messages"), py::arg("gradients"))
+      .def("requantise", [](const Quantiser& self, const std::vector<Address>& parts, std::size_t share,
+                            Address residual, Address answer) {
+        compute(self.length(), [&] {
+          self.requantise(pointers<const std::byte*>(parts), share, reinterpret_cast<float*>(residual),
+                          reinterpret_cast<std::byte*>(answer));
+        });
+      }, py::arg("parts"), py::arg("share"), py::arg("residual"), py::arg("answer"));
 
   py::class_<Context, std::shared_ptr<Context>>(module, "Context")
       .def(py::init([](Segment& segment, int rank,

@@ -9,13 +9,19 @@ using Kernel = void (*)(const Reduction&, std::size_t, std::size_t);
 
 Kernel best_kernel() {
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return avx2::reduce;
+  if (has_avx2()) return avx2::reduce;
 #endif
   return plain::reduce;
 }
 
 }  // namespace
+
+#if defined(__x86_64__)
+bool has_avx2() {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+}
+#endif
 
 std::size_t size_of(DType dtype) {
   switch (dtype) {

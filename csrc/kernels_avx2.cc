@@ -2,6 +2,7 @@
 #if defined(__x86_64__)
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "kernels_isa.h"
@@ -12,9 +13,12 @@
 namespace gradsync::avx2 {
 namespace {
 #include "kernels.inl"
+#include "quantise.inl"
 }
 void reduce(const Reduction& reduction, std::size_t begin, std::size_t end) {
   reduce_any(reduction, begin, end);
 }
+void fill(const Filling& filling) { fill_any(filling); }
+void mean(const Mean& mean) { mean_any(mean); }
 }  // namespace gradsync::avx2
 #endif

@@ -1,6 +1,7 @@
 // The kernels for any machine.
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "kernels_isa.h"
@@ -8,8 +9,11 @@
 namespace gradsync::plain {
 namespace {
 #include "kernels.inl"
+#include "quantise.inl"
 }
 void reduce(const Reduction& reduction, std::size_t begin, std::size_t end) {
   reduce_any(reduction, begin, end);
 }
+void fill(const Filling& filling) { fill_any(filling); }
+void mean(const Mean& mean) { mean_any(mean); }
 }  // namespace gradsync::plain

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from gradsync.hooks.int8 import dequantise, quantise
+from gradsync.hooks.torch_blocks import dequantise, quantise
 
 BLOCKS = st.sampled_from([8, 16, 64])
 LARGE = float(np.float32(1e30))

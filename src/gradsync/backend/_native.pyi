@@ -95,6 +95,20 @@ class Memory:
     def __buffer__(self, flags: int, /) -> memoryview: ...
     def __init__(self, bytes: int) -> None: ...
 
+class Quantiser:
+    def __init__(
+        self,
+        dtype: DType,
+        gradients: int,
+        length: int,
+        block: int,
+        shares: int,
+        stretches: Sequence[tuple[int, int, int]],
+    ) -> None: ...
+    def fill(self, gradients: int, residual: int, message: int) -> None: ...
+    def mean(self, messages: Sequence[int], gradients: int) -> None: ...
+    def requantise(self, parts: Sequence[int], share: int, residual: int, answer: int) -> None: ...
+
 class Context:
     def __init__(
         self,

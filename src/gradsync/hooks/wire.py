@@ -24,8 +24,8 @@ def share(
     """Start sending the flat ``mine`` to every rank; the parts, by rank, arrive with the work.
 
     Between two ranks this is an all-to-all of which each rank keeps nothing: unlike an
-    all-gather it does not copy the rank's own part. ``theirs`` is where the parts of the other
-    ranks go, if there is such a place already.
+    all-gather it does not copy the rank's own part. ``theirs`` is where the part of the other
+    rank goes, or with more ranks all parts, one after the other, if there is such a place already.
     """
     world, rank = group.size(), group.rank()
     if world == 2:
@@ -34,14 +34,19 @@ def share(
         splits[1 - rank] = mine.numel()
         work = group.alltoall_base(theirs, mine, splits, splits, AllToAllOptions())
         return ([theirs, mine] if rank else [mine, theirs]), work
-    everyones = mine.new_empty(world * mine.numel())
-    work = group._allgather_base(everyones, mine)
-    return list(everyones.chunk(world)), work
+    theirs = mine.new_empty(world * mine.numel()) if theirs is None else theirs
+    work = group._allgather_base(theirs, mine)
+    return list(theirs.chunk(world)), work
 
 
-def deal(group: dist.ProcessGroup, shards: Tensor) -> tuple[list[Tensor], Work]:
-    """Start sending the n-th of the equal ``shards`` to rank n; what arrives is by sender."""
-    received = torch.empty_like(shards)
+def deal(
+    group: dist.ProcessGroup, shards: Tensor, theirs: Tensor | None = None
+) -> tuple[list[Tensor], Work]:
+    """Start sending the n-th of the equal ``shards`` to rank n; what arrives is by sender.
+
+    ``theirs`` is where it arrives, if there is such a place already.
+    """
+    received = torch.empty_like(shards) if theirs is None else theirs
     work = group.alltoall_base(received, shards, [], [], AllToAllOptions())
     return list(received.chunk(group.size())), work
 
