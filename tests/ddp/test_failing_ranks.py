@@ -172,7 +172,30 @@ class TestStays:
                     assert f"rank {rank}, step {at}: the backward of rank 1 raised" in text
                     assert "zero_grad" in text
 
-    @pytest.mark.parametrize("hook", [None, "bf16", "topk"])
+    @pytest.mark.parametrize("ranks", [2, 3])
+    @pytest.mark.parametrize("find_unused", [False, True])
+    def test_it_is_told_with_hooks_as_well_also_where_they_carry_the_report(
+        self, pool: WorkerPool, ranks: int, find_unused: bool
+    ) -> None:
+        def run(rank: int, world: int) -> None:
+            for name in hooks.names():
+                for options in ({}, SMALL):
+                    with quiet():
+                        ddp, optimizer = start(find_unused_parameters=find_unused, **options)
+                    ddp.register_comm_hook(None, hooks.by_name(name))
+                    for at in range(6):
+                        if at not in (0, 3):
+                            step(ddp, optimizer, rank, at)
+                            continue
+                        fail = "backward" if rank == 1 else ""
+                        error = caught(lambda: step(ddp, optimizer, rank, at, fail))  # noqa: B023
+                        expected = BadBatchError if rank == 1 else PeerStepError
+                        assert isinstance(error, expected), (name, options, repr(error))
+                    assert_equal_on_all_ranks(ddp.parameters())
+
+        pool.run(run, ranks=ranks, timeout=LIMIT, group_timeout=20)
+
+    @pytest.mark.parametrize("hook", [None, "bf16", "int8", "topk"])
     def test_what_raises_when_all_gradients_have_left_is_the_business_of_its_rank_alone(
         self, pool: WorkerPool, hook: str | None
     ) -> None:

@@ -185,6 +185,28 @@ def test_the_wire_carries_fewer_bytes(pool: WorkerPool) -> None:
         assert shares["power_sgd, started late"] == shares["power_sgd"]
 
 
+def test_what_ranks_report_travels_in_the_messages_of_hooks_that_carry_it(
+    pool: WorkerPool,
+) -> None:
+    def run(rank: int, world: int) -> dict[str, int]:
+        messages = {}
+        for name in hooks.names():
+            ddp = gradsync.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)))
+            ddp.register_comm_hook(None, hooks.by_name(name))
+            for _ in range(3):
+                ddp(torch.ones(2, 8)).sum().backward()
+            with count_collectives() as counted:
+                ddp(torch.ones(2, 8)).sum().backward()
+            messages[name] = len(counted.log)
+        return messages
+
+    for messages in pool.run(run, timeout=LIMIT):
+        assert messages["bf16"] == messages["fp16"] == messages["int8"] == 1
+    for messages in pool.run(run, ranks=3, timeout=LIMIT):  # two rounds each; int8 carries nothing
+        assert messages["bf16"] == messages["fp16"] == 2
+        assert messages["int8"] == 3
+
+
 def test_a_hook_returns_before_the_other_rank_has_come(pool: WorkerPool) -> None:
     def run(rank: int, world: int) -> None:
         for name, make in MAKERS.items():

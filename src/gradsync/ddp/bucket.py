@@ -81,6 +81,7 @@ class Packing:
     home: Home = IN_GRAD  # where the gradients of this step are
     # Memory that the other ranks can map, if the group has such: it is reduced without a copy.
     memory: Callable[[int, torch.dtype], Tensor] | None = None
+    by_shape: bool = True  # put small ones of one shape side by side; a hook may mind
     fused: bool = False  # the reduction averages: nothing is to be scaled before
     # Large gradients of this step by address, see [Note: lending]: those lent, and the others.
     lent: dict[int, Slot] = field(default_factory=dict)
@@ -107,7 +108,7 @@ class Bucket:
         self.index = 0  # in the order of launch
         self.is_last = False  # of those with gradients
         self.packing = packing
-        self.slots = _in_order(slots)
+        self.slots = _in_order(slots, by_shape=packing.by_shape)
         casts = packing.dtype is not None and like.is_floating_point()
         self.dtype = packing.dtype if casts and packing.dtype is not None else like.dtype
         self.device = like.device
@@ -384,7 +385,7 @@ class Bucket:
             )
 
 
-def _in_order(slots: Sequence[Slot]) -> list[Slot]:
+def _in_order(slots: Sequence[Slot], *, by_shape: bool) -> list[Slot]:
     """The small ones first, those of one shape side by side: see [Note: large and small]."""
     shapes: dict[torch.Size, int] = {}
     for slot in slots:
@@ -392,7 +393,7 @@ def _in_order(slots: Sequence[Slot]) -> list[Slot]:
 
     def place(slot: Slot) -> tuple[bool, int]:
         is_large = slot.nbytes >= LARGE_BYTES
-        return is_large, 0 if is_large else shapes[slot.param.shape]
+        return is_large, shapes[slot.param.shape] if by_shape and not is_large else 0
 
     return sorted(slots, key=place)
 

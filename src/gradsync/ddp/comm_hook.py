@@ -3,7 +3,8 @@
 ``CommHook`` takes the place of ``Summation`` in the reducer. A hook gets the sums of this rank,
 not scaled, and returns a future with what becomes of the gradients: it divides by the world size
 itself if it wants an average. What the ranks report of a step ([Note: the trailer]) is none of a
-hook's business: it travels in a bucket of its own.
+hook's business: it travels in a bucket of its own, unless the hook says that it averages whatever
+is in the buffer (``carries_report``, as some of ours do).
 """
 
 import inspect
@@ -178,6 +179,8 @@ class CommHook:
         self._others = Summation(group)
         self._chains = chains(hook)
         self._at_once = issues_at_once(hook)
+        carries = getattr(hook, "carries_report", None)
+        self.carries_report = carries is not None and bool(carries(group.size()))
         self._waiting: list[HookWork] = []  # for their turn
         self._current: HookWork | None = None
         self._last = -1  # the bucket that was started last
@@ -200,6 +203,10 @@ class CommHook:
         if work.error is not None and self._stuck is work:
             raise work.error
         return work
+
+    def divides(self, bucket: Bucket) -> bool:
+        """Is what travels behind the gradients averaged?"""
+        return bool(bucket.slots)
 
     def take_turns(self) -> None:
         """Hand over the next buckets, as far as the hook is through with those before."""

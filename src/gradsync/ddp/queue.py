@@ -52,6 +52,7 @@ class BucketQueue:
         self.packing.memory = (
             group.symmetric_empty if hook is None and shares_memory(group) else None
         )
+        self.packing.by_shape = hook is None
         self.alone = alone or (group.size() == 1 and not is_foreign(group) and hook is None)
         self.set_divisor(group.size())
 
@@ -158,7 +159,8 @@ class BucketQueue:
 
     def _send(self, bucket: Bucket) -> None:
         if bucket.extra:
-            self._fill_tail(bucket.tail, self.group.size() if bucket.is_averaged else 1)
+            divisor = self.group.size() if self.reduction.divides(bucket) else 1
+            self._fill_tail(bucket.tail, divisor)
         self.clock.launch()
         bucket.work = self.reduction.start(bucket)
 

@@ -188,6 +188,9 @@ class Reducer:
         self.world = group.size()
         self.rank = group.rank()
         self.queue.set_group(group, hook, alone=not self.slots)
+        # A bucket that is skipped is not handed to a hook, and what is reported must be sent.
+        carries = hook is not None and hook.carries_report and not self.options.skip_unused
+        self.layout.trailer_apart = hook is not None and not carries
 
     def _lay_out(self) -> None:
         self.queue.install(self.layout.initial(with_usage=self._with_usage))
@@ -214,7 +217,6 @@ class Reducer:
             raise self.failed(StateError(messages.HOOK_TWICE.format(" or ".join(calls))))
         if self.phase is not Phase.IDLE and self.phase is not Phase.ARMED:
             raise self.failed(StateError(messages.HOOK_IN_BACKWARD))
-        self.layout.trailer_apart = True
         self._set_group(self.group, CommHook(self.group, hook, state))
         self._forget()
 

@@ -78,6 +78,10 @@ class Summation:
             self._theirs[bucket.index] = theirs = torch.empty_like(payload)
         return Exchange(self.group, payload, theirs, TAG + bucket.index)
 
+    def divides(self, bucket: Bucket) -> bool:
+        """Is what travels behind the gradients averaged?"""
+        return bucket.is_averaged
+
     def _count_step(self) -> None:
         """The last bucket of a step: take the time, and choose a route for the next step."""
         self._steps += 1

@@ -101,6 +101,18 @@ class Hook(ABC):
     def reduce(self, bucket: GradBucket, buffer: Tensor, group: dist.ProcessGroup) -> Rounds:
         """Put the mean over the ranks into ``buffer``; a generator, see [Note: rounds]."""
 
+    def carries_report(self, world: int) -> bool:
+        """Does `reduce` average all of the buffer, also numbers that are behind the gradients?
+
+        gradsync's DDP then sends along there what the ranks report of a step, and saves a message.
+        The numbers are 0 or ``world``; what counts is whether their mean is 0.
+
+        >>> import gradsync
+        >>> gradsync.hooks.BF16().carries_report(4), gradsync.hooks.TopK().carries_report(4)
+        (True, False)
+        """
+        return False
+
     def end_step(self, buckets: int) -> None:
         """All ``buckets`` of a step have been started; what belonged to more of them is dropped."""
         if any(index >= buckets for index, _ in self._scratch):

@@ -46,6 +46,11 @@ class Layout:
         unit = shares * block
         return Layout(stretches, -(-end // unit) * unit, block, shares)
 
+    @property
+    def end(self) -> int:
+        """Where in the buffer the gradients end."""
+        return max((start + size for start, _, size in self.stretches), default=0)
+
     def joined(self) -> list[Stretch]:
         """Fewer stretches: those that go on in the next are one with it."""
         joined: list[Stretch] = []
@@ -70,6 +75,7 @@ class Blocks(ABC):
 
     def __init__(self, layout: Layout, residual: Tensor) -> None:
         self.residual = residual
+        self.end = layout.end
         self.message_size = layout.message_size(residual.dtype)
 
     @abstractmethod

@@ -50,6 +50,10 @@ class _Cast(Hook):
         for part, place in zip(parts, buffer.split(share), strict=False):
             place.copy_(part[: place.numel()])
 
+    def carries_report(self, world: int) -> bool:
+        """See `Hook.carries_report`."""
+        return type(self).reduce is _Cast.reduce
+
     def _sums(self, bucket: GradBucket, buffer: Tensor) -> Tensor:
         size = 2 * min(_CHUNK, buffer.numel())
         return self.scratch(bucket, "sums", size, compute_dtype(buffer.dtype), buffer.device)

@@ -58,26 +58,52 @@ class Int8(Hook):
 
     def reduce(self, bucket: GradBucket, buffer: Tensor, group: dist.ProcessGroup) -> Rounds:
         """See `Hook.reduce`."""
-        world, rank = group.size(), group.rank()
+        world = group.size()
         shares = 1 if world == 2 else world
         blocks = self._plans.get(bucket, lambda: self._plan(bucket, buffer, shares))
-        message, theirs = (
-            self.scratch(bucket, role, blocks.message_size, torch.uint8, buffer.device)
+        how = self._exchange if world == 2 else self._deal
+        return how(bucket, buffer, group, blocks)
+
+    def carries_report(self, world: int) -> bool:
+        """See `Hook.carries_report`."""
+        return world == 2 and type(self).reduce is Int8.reduce
+
+    def _exchange(
+        self, bucket: GradBucket, buffer: Tensor, group: dist.ProcessGroup, blocks: Blocks
+    ) -> Rounds:
+        """Of two ranks; what is behind the gradients travels as it is."""
+        gradients, rest = buffer[: blocks.end], buffer[blocks.end :]
+        size = blocks.message_size
+        message, theirs = self._messages(bucket, buffer, size + rest.nbytes)
+        blocks.fill(gradients, message[:size])
+        message[size:].copy_(rest.view(torch.uint8))
+        parts, work = wire.share(group, message, theirs)
+        yield Round(work, last=True)
+        blocks.mean([part[:size] for part in parts], gradients)
+        first, second = (part[size:].view(rest.dtype) for part in parts)
+        torch.add(first, second, out=rest).div_(2)
+
+    def _deal(
+        self, bucket: GradBucket, buffer: Tensor, group: dist.ProcessGroup, blocks: Blocks
+    ) -> Rounds:
+        """Of more ranks, see [Note: two quantisations]."""
+        world, rank = group.size(), group.rank()
+        message, theirs = self._messages(bucket, buffer, blocks.message_size)
+        blocks.fill(buffer, message)
+        parts, work = wire.deal(group, message, theirs)
+        yield Round(work, last=False)
+        answer = message.chunk(world)[rank]
+        blocks.requantise(parts, rank, answer)
+        _, work = wire.share(group, answer, theirs)
+        yield Round(work, last=True)
+        blocks.mean([theirs], buffer)
+
+    def _messages(self, bucket: GradBucket, buffer: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        mine, theirs = (
+            self.scratch(bucket, role, size, torch.uint8, buffer.device)
             for role in ("mine", "theirs")
         )
-        blocks.fill(buffer, message)
-        if world == 2:
-            messages, work = wire.share(group, message, theirs)
-            yield Round(work, last=True)
-        else:
-            parts, work = wire.deal(group, message, theirs)
-            yield Round(work, last=False)
-            answer = message.chunk(world)[rank]
-            blocks.requantise(parts, rank, answer)
-            _, work = wire.share(group, answer, theirs)
-            yield Round(work, last=True)
-            messages = [theirs]
-        blocks.mean(messages, buffer)
+        return mine, theirs
 
     def end_step(self, buckets: int) -> None:
         """See `Hook.end_step`."""
@@ -118,5 +144,5 @@ class Int8(Hook):
         dtype = compute_dtype(buffer.dtype)
         residual = self._residuals.lay_out(owners, layout.length, dtype, buffer.device)
         if NativeBlocks.can_take(buffer):
-            return NativeBlocks(layout, residual, buffer)
+            return NativeBlocks(layout, residual, buffer[: layout.end])
         return TorchBlocks(layout, residual)
