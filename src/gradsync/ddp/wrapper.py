@@ -31,8 +31,9 @@ from gradsync.ddp.delayed import DelayedReduction, all_names, check_delayed
 from gradsync.ddp.features import Features
 from gradsync.ddp.layout import ReducerOptions
 from gradsync.ddp.mixed_precision import Precision, check_config, reduce_dtype
+from gradsync.ddp.phase import BACKWARD_RUNS
 from gradsync.ddp.plan import BucketCaps, bucket_caps
-from gradsync.ddp.reducer import BACKWARD_RUNS, Reducer
+from gradsync.ddp.reducer import Reducer
 from gradsync.ddp.verify import failures_told, verify_same_model
 from gradsync.errors import ArgumentError, StateError
 
