@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradsync import DistributedDataParallel as DDP
+from gradsync import StateError
 from gradsync.testing import WorkerPool, count_collectives
 
 pytestmark = pytest.mark.timeout(60)
@@ -190,12 +191,75 @@ def test_of_many_equal_layers_some_may_have_no_gradient_or_one_with_strides_of_i
     def run(rank: int, world: int) -> None:
         def step(model: nn.Module, x: Tensor, index: int) -> None:
             net = model.module
-            net.skipped = (index, index + 1 + rank)
+            net.skipped = () if index == 1 else (index, index + 1 + rank)
             net.layers[9].weight.grad = torch.full((WIDTH, WIDTH), 0.5 + rank).t()
             plain_step(model, x, index)
 
         settings = {"find_unused_parameters": True, "gradient_as_bucket_view": views}
-        check(rank, world, Skipping, step=step, ddp=settings, against=["torch"])
+        check(rank, world, Skipping, step=step, ddp=settings, against=["torch"], steps=4)
+
+    pool.run(run, timeout=LIMIT)
+
+
+class Row(nn.Module):
+    """Many parameters of one shape."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(nn.Parameter(make()) for _ in range(9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        factors = [(1 + index) * p.square().sum() for index, p in enumerate(self.all)]
+        return x * torch.stack(factors).sum() / 100
+
+
+@both_kinds
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(4, 1).t(),
+        lambda: torch.randn(3, 4)[0:1, 0],
+        lambda: torch.randn(10, 4)[::10],
+        lambda: torch.randn(2, 3).t(),
+    ],
+    ids=["1x4", "1", "far", "transposed"],
+)
+def test_many_parameters_of_one_shape_may_have_any_strides(
+    pool: WorkerPool, make: Callable[[], Tensor], views: bool
+) -> None:
+    def run(rank: int, world: int) -> None:
+        settings = {"gradient_as_bucket_view": views}
+        check(rank, world, lambda: Row(make), ddp=settings, against=["single"], steps=3)
+
+    pool.run(run, timeout=LIMIT)
+
+
+def test_a_gradient_of_the_wrong_shape_among_many_is_named(pool: WorkerPool) -> None:
+    def run(rank: int, world: int) -> None:
+        ddp = DDP(Row(lambda: torch.randn(4)), gradient_as_bucket_view=True)
+        plain_step(ddp, batch(0, rank), 0)
+
+        def spoil(parameter: Tensor) -> None:
+            parameter.grad.data = torch.full((8,), -1.0)
+
+        ddp.module.all[3].register_post_accumulate_grad_hook(spoil)
+        with pytest.raises(StateError, match=r"parameter all\.3 has shape \(8,\)"):
+            plain_step(ddp, batch(1, rank), 1)
+
+    pool.run(run, ranks=1, timeout=LIMIT)
+
+
+def test_gradients_that_lie_in_the_bucket_by_another_name_stay_right(pool: WorkerPool) -> None:
+    def run(rank: int, world: int) -> None:
+        def step(model: nn.Module, x: Tensor, index: int) -> None:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.detach().zero_()
+            loss_of(model(x)).backward()
+
+        settings = {"gradient_as_bucket_view": True}
+        make = lambda: Row(lambda: torch.randn(4))  # noqa: E731
+        check(rank, world, make, ddp=settings, against=["single"], step=step, steps=4)
 
     pool.run(run, timeout=LIMIT)
 

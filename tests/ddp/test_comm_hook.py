@@ -706,9 +706,10 @@ def full_text(error: BaseException) -> str:
 
 
 class TestFailures:
+    @pytest.mark.parametrize("options", ["plain", "buckets"])
     @pytest.mark.parametrize("at_once", [True, False])
     def test_a_hook_that_sends_and_then_raises_is_told_to_the_others(
-        self, pool: WorkerPool, at_once: bool
+        self, pool: WorkerPool, at_once: bool, options: str
     ) -> None:
         class Raises:
             issues_at_once = at_once
@@ -718,12 +719,12 @@ class TestFailures:
 
             def __call__(self, state, bucket):
                 future = default_hooks.allreduce_hook(None, bucket)
-                if self.broken and self.rank == 1 and bucket.is_last():
+                if self.broken and self.rank == 1:
                     raise RuntimeError("sent, and then no luck")
                 return future
 
         def run(rank: int, world: int) -> str:
-            ddp = OurDDP(seeded(Net))
+            ddp = OurDDP(seeded(Net), **OPTIONS[options])
             hook = Raises(rank)
             ddp.register_comm_hook(None, hook)
             text = ""

@@ -103,6 +103,35 @@ class TestGone:
         assert seconds < 5
         assert "rank 0 of 2: " in text
 
+    @pytest.mark.parametrize("hook", ["synchronous", "bf16", "power_sgd"])
+    def test_it_is_reported_so_also_where_a_hook_has_met_it(
+        self, pool: WorkerPool, hook: str
+    ) -> None:
+        def synchronous(state: object, bucket: dist.GradBucket) -> torch.futures.Future:
+            dist.all_reduce(bucket.buffer())
+            future = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+
+        def run(rank: int, world: int) -> tuple[str, float]:
+            ddp, optimizer = start(**SMALL)
+            ddp.register_comm_hook(
+                None, synchronous if hook == "synchronous" else hooks.by_name(hook)
+            )
+            for at in range(2):
+                step(ddp, optimizer, rank, at)
+            if rank == 1:
+                os._exit(3)
+            began = time.monotonic()
+            error = caught(lambda: step(ddp, optimizer, rank, 2), CollectiveError)
+            return str(error), time.monotonic() - began
+
+        outcomes = pool.run(run, ranks=3, group_timeout=10, timeout=LIMIT, return_exceptions=True)
+        for rank in (0, 2):
+            text, seconds = outcomes[rank].unwrap()
+            assert seconds < 13
+            assert f"rank {rank} of 3: " in text
+
     def test_a_rank_killed_in_its_backward_is_noticed_by_the_others(self, pool: WorkerPool) -> None:
         def run(rank: int, world: int) -> tuple[str, float]:
             ddp, optimizer = start(**SMALL)

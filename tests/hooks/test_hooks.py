@@ -207,6 +207,33 @@ def test_what_ranks_report_travels_in_the_messages_of_hooks_that_carry_it(
         assert messages["int8"] == 3
 
 
+def test_a_hook_that_changes_the_buffer_before_it_is_reduced_does_not_get_the_report(
+    pool: WorkerPool,
+) -> None:
+    class Clipped(hooks.BF16):
+        def __call__(self, state, bucket):
+            bucket.buffer().mul_(0.01)
+            return super().__call__(state, bucket)
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, rank: int) -> Tensor:
+            return self.both(x) + (self.second(x) if rank == 1 else 0)
+
+    def run(rank: int, world: int) -> None:
+        ddp = gradsync.DistributedDataParallel(Branches(), find_unused_parameters=True)
+        ddp.register_comm_hook(None, Clipped())
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(torch.ones(2, 4), rank).sum().backward()
+            assert equal_on_all_ranks([p.grad for p in ddp.parameters()])
+
+    pool.run(run, timeout=LIMIT)
+
+
 def test_a_hook_returns_before_the_other_rank_has_come(pool: WorkerPool) -> None:
     def run(rank: int, world: int) -> None:
         for name, make in MAKERS.items():

@@ -250,10 +250,10 @@ class Bucket:
             self._small_flat.mul_(self.packing.scale)
 
     def _copy(self, slots: list[Slot], views: list[Tensor], gradients: list[Tensor | None]) -> None:
+        if slots is self._small and self._concatenate(gradients):
+            return
         try:
-            if slots is self._small:
-                self._copy_all(gradients)  # type: ignore[arg-type]
-            elif slots:
+            if slots:
                 torch._foreach_copy_(views, gradients)  # type: ignore[arg-type]
         except TypeError:  # a None among them, which is rare: so it is not looked for first
             if all(gradient is not None for gradient in gradients):
@@ -272,12 +272,25 @@ class Bucket:
                     self._check(slot, gradient)
             raise
 
-    def _copy_all(self, gradients: list[Tensor]) -> None:
-        for place, members in self._series:
-            torch.cat(gradients[members], out=place)
-        singles = [gradient for part in self._singles for gradient in gradients[part]]
-        if singles:
-            torch._foreach_copy_(self._single_views, singles)
+    def _concatenate(self, gradients: list[Tensor | None]) -> bool:
+        """Copy the small ones in series; False if they have to be copied one by one.
+
+        So it is if one is None, lies in the buffer already, or has the wrong shape.
+        """
+        if not self._series:
+            return False
+        try:
+            for place, shape, members in self._series:
+                torch.cat(gradients[members], out=place)  # type: ignore[arg-type]
+                if place.shape != shape:  # a gradient of another shape: it has been resized
+                    self._find_series()
+                    return False
+            singles = [gradient for part in self._singles for gradient in gradients[part]]
+            if singles:
+                torch._foreach_copy_(self._single_views, singles)  # type: ignore[arg-type]
+        except (TypeError, RuntimeError):
+            return False
+        return True
 
     def unpack(self) -> None:
         """Write the reduced values into the gradients that are not views."""
@@ -343,7 +356,7 @@ class Bucket:
 
     def _find_series(self) -> None:
         """Tell the small gradients that are concatenated from those that are copied singly."""
-        self._series: list[tuple[Tensor, slice]] = []
+        self._series: list[tuple[Tensor, torch.Size, slice]] = []
         self._singles: list[slice] = []
         self._single_views: list[Tensor] = []
         first = 0
@@ -356,10 +369,10 @@ class Bucket:
                 self._singles.append(members)
                 self._single_views += views
                 continue
-            one = views[0]
-            shape = (len(slots) * one.shape[0], *one.shape[1:])
-            place = self._small_flat.as_strided(shape, one.stride(), one.storage_offset())
-            self._series.append((place, members))
+            start, size, shape = views[0].storage_offset(), views[0].numel(), views[0].shape
+            place = self._small_flat[start : start + len(slots) * size]
+            place = place.view(len(slots) * shape[0], *shape[1:])
+            self._series.append((place, place.shape, members))
 
     def _check_not_lent(self, slot: Slot, gradient: Tensor) -> None:
         other = self.packing.lent.get(gradient.untyped_storage().data_ptr())

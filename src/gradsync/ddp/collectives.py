@@ -95,7 +95,7 @@ def wait(
         raise
     except RuntimeError as error:
         if isinstance(work, LocalWork) and error is work.error:
-            raise  # the collectives are well
+            raise  # the reducer finds out whether it can still tell the others
         raise CollectiveError(
             f"rank {group.rank()} of {group.size()}: {describe()} failed: {error}\n"
             "Another rank failed, was killed, or is not at the same point of the program; its "

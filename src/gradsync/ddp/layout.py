@@ -30,7 +30,8 @@ class ReducerOptions:
 class Layout:
     """Makes the buckets of a reducer.
 
-    ``trailer_apart`` gives what the ranks report a bucket of its own: a hook must not see it.
+    ``trailer_apart`` gives what the ranks report a bucket of its own: a hook must not see it,
+    unless it carries it.
     """
 
     def __init__(self, slots: Sequence[Slot], packing: Packing, options: ReducerOptions) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradsync.ddp.bucket import Bucket, Packing, Slot
 from gradsync.ddp.clock import StepClock
-from gradsync.ddp.collectives import is_foreign, shares_memory, wait
+from gradsync.ddp.collectives import LocalWork, is_foreign, shares_memory, wait
 from gradsync.ddp.comm_hook import CommHook, SumAfterAll
 from gradsync.ddp.layout import ReducerOptions
 from gradsync.ddp.route import Summation
@@ -58,7 +58,7 @@ class BucketQueue:
 
     def set_divisor(self, ranks: float) -> None:
         """What the gradients of the next step are divided by, unless a hook does it."""
-        averages = self.options.mean and isinstance(self.reduction, Summation)
+        averages = self.options.mean and self._sums
         self.packing.scale = 1.0 / ranks if averages else 1.0
         self.packing.fused = (
             averages and self.packing.memory is not None and ranks == self.group.size()
@@ -93,6 +93,11 @@ class BucketQueue:
     def _packs(self) -> bool:
         """Do gradients have to be in buckets at all?"""
         return not self.alone or self.options.as_views
+
+    @property
+    def _sums(self) -> bool:
+        """Is it no hook that reduces?"""
+        return isinstance(self.reduction, Summation)
 
     @property
     def all_launched(self) -> bool:
@@ -141,7 +146,8 @@ class BucketQueue:
         for solo in self._unseen:
             solo.look()
         for bucket in self.buckets[self._next :]:
-            if not self.options.skip_unused or bucket.reached:
+            # A hook gets every bucket: it may count on the last one.
+            if not self.options.skip_unused or bucket.reached or not self._sums:
                 self._launch(bucket)
                 continue
             bucket.skip()
@@ -207,7 +213,12 @@ class BucketQueue:
         for bucket in self.buckets[self._settled :]:
             if isinstance(bucket.work, SumAfterAll):  # not begun, and there is more to report now
                 self._send(bucket)
-            self._wait(bucket)
+            try:
+                self._wait(bucket)
+            except Exception as error:
+                # A hook may have raised for this bucket too: the others wait all the same.
+                if not isinstance(bucket.work, LocalWork) or error is not bucket.work.error:
+                    raise
         self.reduction.done()
         return zeroed
 

@@ -11,7 +11,6 @@ every rank alike, and the trailer of the last one tells what was used elsewhere.
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -51,7 +50,13 @@ from gradsync.ddp.report import StepReport
 from gradsync.ddp.rollcall import Incident
 from gradsync.ddp.usage import find_unreached, settle_unused
 from gradsync.ddp.verdicts import Verdicts
-from gradsync.errors import CollectiveError, GraphChangedError, ReadyTwiceError, StateError
+from gradsync.errors import (
+    CollectiveError,
+    GradsyncError,
+    GraphChangedError,
+    ReadyTwiceError,
+    StateError,
+)
 
 LATE_END_SECONDS = 60.0
 
@@ -159,9 +164,7 @@ class Reducer:
         self.world = group.size()
         self.rank = group.rank()
         self.queue.set_group(group, hook, alone=not self.slots)
-        # A bucket that is skipped is not handed to a hook, and what is reported must be sent.
-        carries = hook is not None and hook.carries_report and not self.options.skip_unused
-        self.layout.trailer_apart = hook is not None and not carries
+        self.layout.trailer_apart = hook is not None and not hook.carries_report
 
     def _lay_out(self) -> None:
         self.queue.install(self.layout.initial(with_usage=self._with_usage))
@@ -522,6 +525,18 @@ class Reducer:
             if not statements:  # our report had left before: the others know of nothing
                 self._remember()
 
+    def _tell(self, error: Exception) -> None:
+        """The step ends with ``error``: tell the other ranks.
+
+        If that fails too, a plain RuntimeError of a hook was a collective that failed in it.
+        """
+        try:
+            self._give_up()
+        except Exception as failure:  # of another error it says less than that
+            is_plain = isinstance(error, RuntimeError) and not isinstance(error, GradsyncError)
+            if is_plain and isinstance(failure, CollectiveError):
+                raise failure from error
+
     def shadow(self) -> None:
         """Take part in a step of the other ranks with nothing of our own."""
         if self._order is not None:
@@ -574,8 +589,7 @@ class Reducer:
         except Exception as error:
             log(error, self.queue.packing.home)
             if not self.report.heard and not isinstance(error, CollectiveError):
-                with suppress(Exception):  # what comes of it says less than the error at hand
-                    self._give_up()
+                self._tell(error)
             raise
         finally:
             self._end_step()

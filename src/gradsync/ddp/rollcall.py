@@ -94,4 +94,4 @@ def has_incident(tail: Tensor) -> bool:
 def usage_counts(tail: Tensor) -> Tensor:
     """After the reduction: for each parameter, how many ranks used it."""  # 1D
     counts = tail[1:]
-    return (counts.real if counts.is_complex() else counts).round().to(torch.int32)
+    return (counts.real if counts.is_complex() else counts).ceil().to(torch.int32)

@@ -16,7 +16,7 @@ collectives start on the thread of the backward pass, in an order that is the sa
 # No `from __future__ import annotations`: torch compares the annotations of a hook's
 # signature with its own types, and strings are not equal to them.
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -104,8 +104,9 @@ class Hook(ABC):
     def carries_report(self, world: int) -> bool:
         """Does `reduce` average all of the buffer, also numbers that are behind the gradients?
 
-        gradsync's DDP then sends along there what the ranks report of a step, and saves a message.
-        The numbers are 0 or ``world``; what counts is whether their mean is 0.
+        gradsync's DDP then puts there what the ranks report of a step, and saves a message: the
+        buffer is longer than the gradients. The numbers are 0 or ``world``; what counts is whether
+        their mean is 0. A class that does something else with the buffer must say no.
 
         >>> import gradsync
         >>> gradsync.hooks.BF16().carries_report(4), gradsync.hooks.TopK().carries_report(4)
@@ -163,8 +164,7 @@ class Hook(ABC):
         future = flight.start()
         if not flight.round.last:
             self._second_rounds.append(flight)
-        for other in earlier:
-            other.start_second_round()
+        _start_second_rounds(earlier)
         return future
 
     def _abandon_step(self) -> None:
@@ -175,8 +175,7 @@ class Hook(ABC):
     def _land_all(self) -> None:
         waiting, self._second_rounds = self._second_rounds, []
         with torch.no_grad():
-            for flight in waiting:
-                flight.start_second_round()
+            _start_second_rounds(waiting)
 
 
 class _Flight:
@@ -201,6 +200,11 @@ class _Flight:
         assert self.round.last
         self.round.work.get_future().then(self._keep_promise)
 
+    def fail(self, error: Exception) -> None:
+        """Nobody is to wait for the second round: it does not come."""
+        assert self._result is not None
+        self._result.set_exception(error)  # type: ignore[arg-type] # torch's annotation errs
+
     def _land(self, done: torch.futures.Future[Any]) -> Tensor:
         done.value()  # raises if the collective failed
         with torch.no_grad():
@@ -213,7 +217,17 @@ class _Flight:
         try:
             self._result.set_result(self._land(done))
         except Exception as error:
-            self._result.set_exception(error)  # type: ignore[arg-type] # torch's annotation errs
+            self.fail(error)
+
+
+def _start_second_rounds(flights: Sequence[_Flight]) -> None:
+    for number, flight in enumerate(flights):
+        try:
+            flight.start_second_round()
+        except Exception as error:
+            for lost in flights[number:]:
+                lost.fail(error)
+            raise
 
 
 def _promise(buffer: Tensor) -> torch.futures.Future[torch.Tensor]:

@@ -52,7 +52,7 @@ class _Cast(Hook):
 
     def carries_report(self, world: int) -> bool:
         """See `Hook.carries_report`."""
-        return type(self).reduce is _Cast.reduce
+        return type(self).reduce is _Cast.reduce and type(self).__call__ is Hook.__call__
 
     def _sums(self, bucket: GradBucket, buffer: Tensor) -> Tensor:
         size = 2 * min(_CHUNK, buffer.numel())
