@@ -1,7 +1,7 @@
 """What measuring costs: a step of gradsync bench against the same loop written by hand.
 
     python benchmarks/suite_overhead.py
-    python benchmarks/suite_overhead.py --workload transformer --rounds 40
+    python benchmarks/suite_overhead.py --workload convnet --rounds 1000
 
 The two take turns in one process, each time in another order, and the turns are short: what
 disturbs the machine then disturbs both. By hand the clock is read twice for all steps of a turn, in

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 from torch import Tensor
 
 from gradsync.backend import _native
@@ -20,6 +22,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TINY = torch.finfo(torch.float32).tiny
 # Zeros, numbers below the smallest scale, ordinary ones, huge ones: powers of two.
 MAGNITUDES = st.sampled_from([-149, -130, -120, -20, 0, 10, 120])
+LARGE = float(np.float32(1e30))
+FINITE = st.floats(-LARGE, LARGE, width=32)
 UNDEFINED = [float("nan"), float("inf"), -float("inf")]
 
 
@@ -198,6 +202,56 @@ def test_what_becomes_of_a_parameter_does_not_depend_on_its_neighbours(
         its_blocks.mean([message_of(its_blocks, alone)], alone)
         assert torch.equal(alone, together[start : start + size])
         assert torch.equal(its_blocks.residual[:size], blocks.residual[at : at + size])
+
+
+@st.composite
+def whole_blocks(draw: st.DrawFn, elements: st.SearchStrategy[float]) -> tuple[Tensor, int]:
+    block = draw(st.sampled_from([8, 16, 64]))
+    count = draw(st.integers(1, 5)) * block
+    content = draw(arrays.arrays(np.float32, count, elements=elements))
+    return torch.from_numpy(content.copy()), block
+
+
+def there_and_back(make: Maker, values: Tensor, block: int) -> Tensor:
+    """What one message says, by block."""
+    blocks = make(Layout.of([(0, values.numel())], block, 1), values)
+    back = values.clone()
+    blocks.mean([message_of(blocks, values)], back)
+    return back.view(-1, block)
+
+
+@pytest.mark.parametrize("make", [native, with_torch])
+@given(case=whole_blocks(FINITE))
+@settings(deadline=None)
+def test_the_error_is_at_most_half_a_step_of_the_block_and_the_largest_element_comes_back(
+    make: Maker, case: tuple[Tensor, int]
+) -> None:
+    values, block = case
+    back = there_and_back(make, values, block)
+    largest = values.view(-1, block).abs().amax(1, keepdim=True)
+    error = (back - values.view(-1, block)).abs()
+    assert bool((error <= 0.5001 * (largest / 127).clamp(min=TINY)).all())
+    torch.testing.assert_close(back.abs().amax(1, keepdim=True), largest, rtol=1e-6, atol=1e-38)
+
+
+@pytest.mark.parametrize("make", [native, with_torch])
+@given(case=whole_blocks(FINITE))
+@settings(deadline=None)
+def test_what_has_come_back_once_comes_back_the_same(make: Maker, case: tuple[Tensor, int]) -> None:
+    once = there_and_back(make, *case)
+    twice = there_and_back(make, once.flatten(), case[1])
+    torch.testing.assert_close(twice, once, rtol=1e-6, atol=1e-37)
+
+
+@pytest.mark.parametrize("make", [native, with_torch])
+@given(case=whole_blocks(FINITE | st.sampled_from(UNDEFINED)))
+@settings(deadline=None)
+def test_a_block_with_an_undefined_or_infinite_element_comes_back_as_such(
+    make: Maker, case: tuple[Tensor, int]
+) -> None:
+    values, block = case
+    finite = values.view(-1, block).isfinite().all(1)
+    assert torch.equal(there_and_back(make, values, block).isfinite().all(1), finite)
 
 
 def test_parameters_that_fill_their_blocks_become_one_stretch() -> None:

@@ -107,28 +107,6 @@ class Parcel:
             blocks[~torch.isfinite(self.scales.view(-1))] = 0
 
 
-def quantise(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """``values`` (1D, whole blocks) as int8, and the scale of each block.
-
-    >>> integers, scales = quantise(torch.tensor([0.0, 1.0, -2.0, 127.0]), block=2)
-    >>> integers.tolist()
-    [[0, 127], [-2, 127]]
-    """
-    size = values.numel() // block * (block + values.element_size())
-    parcel = Parcel(torch.empty(size, dtype=torch.uint8), block, values.dtype)
-    _quantise(values.clone().view(parcel.integers.shape), parcel.scales, parcel.integers)
-    return parcel.integers, parcel.scales
-
-
-def dequantise(integers: Tensor, scales: Tensor) -> Tensor:
-    """The values that `quantise` stood for, 1D.
-
-    >>> dequantise(*quantise(torch.tensor([0.0, 1.0, -2.0, 127.0]), block=2)).tolist()
-    [0.0, 1.0, -2.0, 127.0]
-    """
-    return (integers * scales).view(-1)
-
-
 def _quantise(blocks: Tensor, scales: Tensor, integers: Tensor) -> None:
     scratch = blocks.abs()
     torch.amax(scratch, 1, keepdim=True, out=scales)
