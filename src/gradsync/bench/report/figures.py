@@ -59,8 +59,7 @@ def scaling(group: ModelGroup, content: Content) -> Figure:
     most = group.worlds[-1]
     largest = [each for each in group.drawn if each.case.world == most]
     rates = "; ".join(
-        f"{_who(each, content)} {number(round(each.case.examples_per_second()))}"
-        for each in largest
+        f"{_who(each, content)} {_rate(each.case.examples_per_second())}" for each in largest
     )
     return line_plot(
         curves,
@@ -361,9 +360,13 @@ def _least_exposed(cases: Sequence[Case]) -> str:
     return f"Least communication exposed: {best}, {human_time(talking[best])} a step."
 
 
+def _rate(examples: float) -> str:
+    return number(round(examples)) if examples >= 10 else f"{examples:.1f}"
+
+
 def _most_examples(group: ModelGroup, members: Sequence[Timed], content: Content) -> str:
     best = max(_synced(members), key=lambda each: each.case.examples_per_second())
-    rate = number(round(best.case.examples_per_second()))
+    rate = _rate(best.case.examples_per_second())
     where = f"on {group.ranks(best.case.world)}{_under_ddp(members)}"
     return f"Most examples a second {where}: {_who(best, content)}, {rate}."
 
@@ -375,7 +378,7 @@ def _scaling_point(group: ModelGroup, case: Case) -> Point:
         y=rate,
         low=case.examples_per_second(75),
         high=case.examples_per_second(25),
-        hint=f"{case.label} on {group.ranks(case.world)}: {number(round(rate))} examples a second",
+        hint=f"{case.label} on {group.ranks(case.world)}: {_rate(rate)} examples a second",
     )
 
 
