@@ -41,6 +41,20 @@ struct Share {
   std::size_t end;
 };
 
+// Takes the next piece of a share, each once whoever asks; false if none is left. The word has the
+// number of the collective in front, so that it needs no one to set it back.
+bool take_piece(std::atomic<std::uint64_t>& taken, std::uint64_t sequence, std::size_t pieces,
+                std::size_t& piece) {
+  constexpr int kCountBits = 24;  // 512 GiB in pieces, and 2^40 collectives
+  const std::uint64_t none = sequence << kCountBits;
+  std::uint64_t seen = taken.load(std::memory_order_relaxed);
+  do {
+    piece = seen > none ? seen - none : 0;
+    if (piece >= pieces) return false;
+  } while (!taken.compare_exchange_weak(seen, none + piece + 1, std::memory_order_relaxed));
+  return true;
+}
+
 }  // namespace
 
 bool Collectives::is_small(const Op& op) const {
@@ -293,7 +307,12 @@ void Collectives::map_new(Op& op) {
 }
 
 // Every rank reduces its share of the elements, from all ranks' memory into all ranks' memory.
+//
+// [Note: helping] A rank that is done with its share goes on with what others have not yet begun of
+// theirs: with more ranks than cores some do not run at all just now. Who takes a piece reduces it
+// before it ticks, so the meeting at the end means what it did.
 void Collectives::reduce_in_place(Op& op) {
+  constexpr std::size_t kPieceBytes = 32 * 1024;
   const Announcement& a = op.announcement;
   const int world = members_.world();
   std::array<void*, kMaxRanks> parts;
@@ -303,8 +322,18 @@ void Collectives::reduce_in_place(Op& op) {
                       ? op.targets[0]
                       : mappings_[static_cast<std::size_t>(rank)].find(other.symmetric)->data() + other.offset;
   }
-  const Share share(a.count, size_of(a.dtype), members_.rank(), world);
-  reduce({a.dtype, a.op, parts.data(), world, parts.data(), world}, share.begin, share.end);
+  const Reduction reduction{a.dtype, a.op, parts.data(), world, parts.data(), world};
+  const std::size_t length = kPieceBytes / size_of(a.dtype);
+  for (int i = 0; i < world; ++i) {
+    const int rank = (members_.rank() + i) % world;
+    const Share share(a.count, size_of(a.dtype), rank, world);
+    const std::size_t pieces = (share.end - share.begin + length - 1) / length;
+    std::size_t piece;
+    while (take_piece(members_.line(rank).taken, a.sequence, pieces, piece)) {
+      const std::size_t begin = share.begin + piece * length;
+      reduce(reduction, begin, std::min(share.end, begin + length));
+    }
+  }
   tick_and_await(op);
   counters_.symmetric.fetch_add(1, std::memory_order_relaxed);
 }

@@ -2,7 +2,8 @@
 //
 //   Header | a Line for each rank | slots: in[2], out[2] for each rank | a Channel for each pair
 //
-// A Line is written by its rank alone, and so are its slots. See docs/shared-memory.md.
+// A Line is written by its rank alone, but for what counts takers and sleepers, and so are its
+// slots. See docs/shared-memory.md.
 #pragma once
 
 #include <atomic>
@@ -15,7 +16,7 @@
 namespace gradsync {
 
 constexpr std::uint64_t kMagic = 0x636e797364617267;  // "gradsync"
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersion = 2;
 constexpr int kMaxRanks = 256;
 constexpr std::size_t kMaxSlotBytes = 1024 * 1024;
 constexpr std::size_t kAllSlotsBytes = 64 * 1024 * 1024;  // of a group together, at most
@@ -53,6 +54,8 @@ struct alignas(kAlignment) Line {
   std::atomic<std::uint64_t> last;      // the number of its last announcement, for messages of others
   char reason[480];                     // kFailed: what it said, written before the state
   alignas(64) Announcement announcements[2];
+  // All-reduce in place: how many pieces of this rank's share are taken, see [Note: helping].
+  alignas(kAlignment) std::atomic<std::uint64_t> taken;
   // Point to point: rung whenever a channel from or to this rank has moved.
   alignas(kAlignment) std::atomic<std::uint32_t> bell;
   std::atomic<std::uint32_t> bell_sleepers;

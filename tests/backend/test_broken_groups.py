@@ -102,6 +102,29 @@ def test_a_rank_that_goes_on_after_the_deadline_learns_what_it_missed(nursery: N
     assert second - first < SOON
 
 
+def test_the_share_of_a_stopped_rank_is_reduced_by_the_others(nursery: Nursery) -> None:
+    def run(rank: int, world: int) -> Any:
+        tensor = dist.group.WORLD.symmetric_empty(300_000, torch.float32)
+        dist.all_reduce(tensor.fill_(0.0))  # all have mapped it by now
+        tensor.fill_(rank + 1.0)
+        dist.barrier()
+        if rank == 1:
+            _native.signal_at(_native.Phase.ARRIVED, 1, signal.SIGSTOP)
+            dist.all_reduce(tensor)
+        else:
+            work = dist.all_reduce(tensor, async_op=True)
+            deadline = time.monotonic() + 10 * SOON
+            while not (work.is_completed() or torch.all(tensor == 3.0)):
+                assert time.monotonic() < deadline, tensor
+            assert not work.is_completed()  # the stopped rank still has to say that it is done
+            os.kill(dist.group.WORLD.members[1].pid, signal.SIGCONT)
+            work.wait()
+        assert torch.all(tensor == 3.0)
+
+    for ending in nursery.run(run):
+        ending.unwrap()
+
+
 def test_a_message_that_does_not_come_is_missed_at_the_deadline(nursery: Nursery) -> None:
     def run(rank: int, world: int) -> Any:
         dist.barrier()
