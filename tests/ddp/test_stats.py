@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from oracles import FEATURES, Net, batch, loss_of, seeded
 from replicas import Branches, TorchDDP, caught
 from replicas import batch as rows
 from torch import Tensor, nn
+from torch.distributed.utils import _verify_param_shape_across_processes
 
 import gradsync
 from gradsync import ArgumentError
@@ -298,5 +300,38 @@ def test_the_times_are_sampled_in_the_first_ten_steps_and_then_at_the_rate(
             )
             assert "sample rate" in str(error)
             assert both[1]._get_ddp_logging_data()["has_error"]
+
+    pool.run(run, ranks=2, **LIMIT)
+
+
+def test_torchs_functions_note_their_errors_in_the_logger_that_they_are_given(
+    pool: WorkerPool,
+) -> None:
+    def run(rank: int, world: int) -> None:
+        sparse = [torch.ones(4).to_sparse()]
+        for make in (TorchDDP, DDP):  # torch's own goes on as it did
+            for hand_in in (
+                lambda log: dist._compute_bucket_assignment_by_size(sparse, [400], logger=log),
+                lambda log: dist._compute_bucket_assignment_by_size(sparse, [400], [], [], log),
+            ):
+                ddp = make(Net())
+                assert "error" not in ddp._get_ddp_logging_data()
+                with pytest.raises(RuntimeError, match="No support for sparse tensors"):
+                    hand_in(ddp.logger)
+                data = ddp._get_ddp_logging_data()
+                assert data["has_error"]
+                assert "No support for sparse tensors" in data["error"]
+                if make is DDP:  # what it is good for is not a failure of the step
+                    step(ddp, rank, 0)
+        other = [torch.ones(2 + rank)]
+        with pytest.raises(RuntimeError) if rank else nullcontext():  # rank 0 is the measure
+            _verify_param_shape_across_processes(ddp.process_group, other, ddp.logger)
+        if rank:
+            assert "appears not to match sizes" in ddp._get_ddp_logging_data()["error"]
+
+        dense = [torch.ones(4), torch.ones(4)]
+        plain = dist._compute_bucket_assignment_by_size(dense, [16])
+        assert dist._compute_bucket_assignment_by_size(dense, [16], logger=ddp.logger) == plain
+        assert dist._compute_bucket_assignment_by_size(dense, [16], logger=None) == plain
 
     pool.run(run, ranks=2, **LIMIT)

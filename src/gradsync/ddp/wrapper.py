@@ -28,6 +28,7 @@ from gradsync.ddp.buffers import BufferSync
 from gradsync.ddp.collectives import Broadcaster
 from gradsync.ddp.compile import CompiledFor, SplitSize, skip_our_frames, split_size
 from gradsync.ddp.delayed import DelayedReduction, all_names, check_delayed
+from gradsync.ddp.error_log import let_torch_take_ours
 from gradsync.ddp.features import Features
 from gradsync.ddp.layout import ReducerOptions
 from gradsync.ddp.mixed_precision import Precision, check_config, reduce_dtype
@@ -183,7 +184,6 @@ class DistributedDataParallel(Features):
             self.use_side_stream_for_tensor_copies = True
             self.require_backward_grad_sync = True
             self.require_forward_param_sync = True
-            self.logger = None
             self._ddp_sink_clone = True
             self._buffer_sync = BufferSync()
             self.buffer_hook = None
@@ -206,6 +206,7 @@ class DistributedDataParallel(Features):
 
     def _build_reducer(self) -> None:
         skip_our_frames()
+        let_torch_take_ours()
         parameters, sparse = self._build_params_for_reducer()
         names = self._build_debug_param_to_name_mapping(parameters)
         options = ReducerOptions(
