@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from race.cases import BUSY, COMPUTE, Case
-from race.exercises import ALL_REDUCE, BARE, COPIED, GLOO, OPENMPI, SYMMETRIC
+from race.exercises import ALL_REDUCE, BARE, COPIED, GLOO, NATIVE, OPENMPI, SYMMETRIC
 from race.report import markdown_head, provenance
 from race.stats import Ratio, compare, complete_rounds
 from race.targets import CORES, MET, MISSED, target, verdict
@@ -20,7 +20,7 @@ from race.targets import CORES, MET, MISSED, target, verdict
 SCHEMA_VERSION = 1
 BUSY_LOAD = 0.5  # of a core
 STYLES = {MET: "green", MISSED: "red"}
-OURS = (SYMMETRIC, COPIED)
+OURS = (SYMMETRIC, COPIED, NATIVE)
 ALL_REDUCE_COLUMNS = (
     "size", "contender", "time", "× gloo (95 %)", "target", "× OpenMPI (95 %)", "target",
     "of the bare limit (95 %)", "target",

@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-GLOO, SYMMETRIC, COPIED, OPENMPI, BARE = "gloo", "symmetric", "copied", "openmpi", "bare"
+GLOO, SYMMETRIC, COPIED, OPENMPI = "gloo", "symmetric", "copied", "openmpi"
+NATIVE, BARE, FRONT = "native", "bare", "front"
 ALL_REDUCE = "all_reduce"
 DTYPE = torch.float32
 ROOT = 0
+SECONDS = 600.0  # an operation may take
 LINE = 32  # elements in two cache lines: where the bare limit's slices are cut
 
 CONTENDERS = {
@@ -28,7 +30,9 @@ CONTENDERS = {
     SYMMETRIC: "gradsync, avg, a tensor from symmetric_empty",
     COPIED: "gradsync, avg, any tensor",
     OPENMPI: "OpenMPI through mpi4py, sum",
+    NATIVE: "as symmetric, but one native call, as bare is, and no torch in front",
     BARE: "the reduction alone: every rank its slice, no synchronisation",
+    FRONT: "torch's all_reduce in front of a group that does nothing",
 }
 
 
@@ -128,6 +132,32 @@ def _bare(count: int, groups: Groups) -> Exercise:
     return Exercise(BARE, call, partial(_values, own), partial(_holds, own, 1), [parts])
 
 
+def _by_native(count: int, groups: Groups) -> Exercise:
+    from gradsync.backend._native import DType, ReduceOp
+
+    tensor = groups.gradsync.symmetric_empty(count, DTYPE)
+    numbers = int(DType.FLOAT32), int(ReduceOp.AVG)
+    reduce = groups.gradsync._context.all_reduce
+    call = partial(reduce, tensor.data_ptr(), count, *numbers, SECONDS, True)
+    return Exercise(NATIVE, call, partial(_values, tensor), partial(_holds, tensor, 1), [tensor])
+
+
+class IdleGroup(dist.ProcessGroup):
+    """Leaves tensors as they are."""
+
+    def __init__(self) -> None:
+        super().__init__(dist.get_rank(), dist.get_world_size())
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> None:
+        """Nothing: torch takes it for a group that has waited already."""
+
+
+def _front(count: int, groups: Groups) -> Exercise:
+    tensor = torch.zeros(count, dtype=DTYPE)
+    call = partial(dist.all_reduce, tensor, dist.ReduceOp.AVG, group=IdleGroup())
+    return Exercise(FRONT, call, tensor.zero_, lambda: not tensor.any())
+
+
 def _map_each_others(size: int, group: Any) -> list[Tensor]:
     """A tensor of every rank's, in memory that all of them map."""
     own = os.memfd_create("gradsync-bare")
@@ -149,7 +179,9 @@ ALL_REDUCES: dict[str, Callable[[int, Groups], Exercise]] = {
     SYMMETRIC: partial(_by_gradsync, SYMMETRIC),
     COPIED: partial(_by_gradsync, COPIED),
     OPENMPI: _by_openmpi,
+    NATIVE: _by_native,
     BARE: _bare,
+    FRONT: _front,
 }
 
 
