@@ -1,0 +1,230 @@
+"""A group without its collectives: who is in it, what torch asks it, how it ends."""
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._autograd import _profiler_enabled
+from torch._C._distributed_c10d import Store
+
+from gradsync.backend import _native
+from gradsync.backend.arguments import check_rank
+from gradsync.backend.attach import attach
+from gradsync.backend.dynamo import leave_alone
+from gradsync.backend.engines import CPU, Engines, configured, engine_for
+from gradsync.backend.hierarchy import Hierarchy
+from gradsync.backend.members import by_machine, exchange, myself
+from gradsync.backend.monitored_barrier import MonitoredBarrier
+from gradsync.backend.shared_memory import Reduction, SharedMemory, Started
+from gradsync.backend.work import Notifier, Record, SharedMemoryWork
+
+Work = Any  # ours, or gloo's
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+@leave_alone
+class GroupBase(dist.ProcessGroup):
+    """Base of ``SharedMemoryGroup``: what is not a collective."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        name: int | None = None,
+    ) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
+        self._closed = False
+        self._group_name = ""
+        self._group_desc = "undefined"
+        self.options = SimpleNamespace(_timeout=timeout)  # torch writes more there
+        self._monitored_barrier = MonitoredBarrier(store, rank, size)
+        self._engines = Engines(store, rank, size, timeout)
+        self._pending: deque[SharedMemoryWork | Reduction] = deque()
+        self._pending_lock = threading.Lock()
+        self._memory: SharedMemory | None = None
+        self._hierarchy: Hierarchy | None = None
+        self._context: _native.Context | None = None
+        self._notifier = Notifier(self._leave_to_background)
+        own = myself(rank, rank if name is None else name)
+        self.members = exchange(store, own, size)
+        machines = by_machine(self.members)
+        local = next(machine for machine in machines if own in machine)
+        context = attach(store, own, local)
+        self._context = context
+        if context is not None and len(machines) == 1:
+            self._memory = SharedMemory(context, rank, size)
+        elif len(machines) > 1:
+            memory = None
+            if context is not None:
+                memory = SharedMemory(context, local.index(own), len(local))
+            self._hierarchy = Hierarchy.build(store, own, machines, memory, timeout)
+        if self._memory is None:
+            self._engines.gloo()  # now, as messages between two ranks do not wait for the others
+
+    # ---------------------------------------------------------------- what torch asks for
+
+    def rank(self) -> int:
+        """Which rank of the group this process is."""
+        return self._rank
+
+    def size(self) -> int:
+        """How many ranks the group has."""
+        return self._size
+
+    def name(self) -> str:
+        """Of the backend."""
+        return "gradsync"
+
+    def getBackendName(self) -> str:
+        """Of the backend, for torch's C++. There "gloo" would promise a ``ProcessGroupGloo``."""
+        return "gradsync"
+
+    def _set_group_name(self, name: Any) -> None:
+        self._group_name = name
+        super()._set_group_name(name)
+
+    @property
+    def group_name(self) -> str:
+        """As torch knows the group: what compiled code finds it by."""
+        return self._group_name
+
+    def getGroupName(self) -> str:
+        """The same, for torch's C++."""
+        return self._group_name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._group_desc = description
+        super()._set_group_desc(description)
+
+    @property
+    def group_desc(self) -> str:
+        """What the group is for, in the words of whoever made it."""
+        return self._group_desc
+
+    def getGroupDesc(self) -> str:
+        """The same, for torch's C++."""
+        return self._group_desc
+
+    def __repr__(self) -> str:
+        return f"SharedMemoryGroup(rank={self._rank}, size={self._size})"
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        others = [torch.device(name) for name in configured(self) if name != "cpu"]
+        return [CPU, *others]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """What has the collectives for ``device``: [Note: one group, several devices]."""
+        kind = torch.device(device).type
+        if kind != "cpu" and configured(self).get(kind) == "nccl":
+            return self._engines.nccl(self)
+        return self
+
+    def _get_backend_name(self) -> str:
+        return self.name()
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if torch.device(device).type != "cpu":
+            self._get_backend(device)._start_coalescing()
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        if torch.device(device).type != "cpu":
+            return self._get_backend(device)._end_coalescing()
+        return None
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let operations from now on take no longer than this."""
+        self._timeout = self.options._timeout = timeout
+        self._engines.set_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to do: our collectives have numbers anyway."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return 0 if self._context is None else self._context.issued
+
+    # ---------------------------------------------------------------- the end
+
+    def abort(self) -> None:
+        """Make what is under way fail, here and on the other ranks. Nothing works afterwards."""
+        if self._context is not None:
+            self._context.abort()
+        if self._hierarchy is not None:
+            self._hierarchy.abort()
+        self._engines.abort()
+
+    def shutdown(self) -> None:
+        """Leave the group. What is still under way fails."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._hierarchy is not None:
+            self._hierarchy.close()
+        if self._context is not None:
+            self._context.close()
+        self._notifier.stop()
+        self._pending.clear()
+        self._engines.shutdown()
+        # The segment goes with the last work that holds it, and does not wait for the collector.
+        self._context = self._memory = self._hierarchy = None
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self.shutdown()
+
+    # ---------------------------------------------------------------- helpers
+
+    def _engine(self, tensor: Tensor) -> Any:
+        """For what has no way of ours. All ranks come here at the same collective."""
+        return engine_for(self, self._engines, tensor.device)
+
+    def _work(
+        self,
+        name: str,
+        started: Started,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor] | None = None,
+    ) -> SharedMemoryWork:
+        work = SharedMemoryWork(
+            started.handle, outputs, started.kept, started.finish, self._notifier
+        )
+        if _profiler_enabled():
+            given = outputs if inputs is None else inputs
+            work.record = Record(f"{self.name()}:{name}", given)
+        with self._pending_lock:
+            pending = self._pending
+            while pending and pending[0].handle.done:
+                pending.popleft()
+            if not started.handle.done:
+                pending.append(work)  # its memory stays, also if the caller forgets the work
+        return work
+
+    def _root(self, opts: Any) -> int:
+        return check_rank("root", opts.rootRank, self._size)
+
+    def _leave_to_background(self) -> None:
+        if self._context is not None:
+            self._context.leave_to_background()
+
+    def _seconds(self, opts: Any = None) -> float:
+        """How long an operation may take: what it asks for itself, or else what the group does."""
+        own = opts.timeout.total_seconds() if opts is not None else 0.0
+        return own if own > 0 else self._timeout.total_seconds()
