@@ -31,7 +31,8 @@ def nothing_left_behind() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def pool(nothing_left_behind: None) -> Iterator[WorkerPool]:
-    with WorkerPool(max_ranks=4) as workers:
+    # A wrapper imports Dynamo: on a busy machine that takes longer than a group's time-out here.
+    with WorkerPool(max_ranks=4, preload=["torch._dynamo"]) as workers:
         yield workers
 
 

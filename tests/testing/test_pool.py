@@ -360,6 +360,18 @@ class TestLife:
         with pytest.raises(RuntimeError, match="closed"):
             pool.run(all_ranks_sum, ranks=1)
 
+    def test_a_worker_has_what_is_preloaded_before_its_first_run(self) -> None:
+        def is_there(rank: int, world: int) -> bool:
+            return "this" in sys.modules
+
+        with WorkerPool(max_ranks=1, preload=["this"]) as pool:
+            assert pool.run(is_there, ranks=1, backend=None) == [True]
+        with (
+            WorkerPool(max_ranks=1, preload=["no_such_module"]) as pool,
+            pytest.raises(RuntimeError, match=r"before it could start(.|\n)*no_such_module"),
+        ):
+            pool.run(is_there, ranks=1, backend=None)
+
     def test_workers_die_with_a_killed_parent_even_when_stopped(self, tmp_path: Path) -> None:
         script = tmp_path / "parent.py"
         script.write_text(

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -39,7 +39,8 @@ class WorkerPool:
 
     ``grace`` is how long, in seconds, ranks may go on after another rank has failed, and how
     long the clean-up after a run may take. ``start_timeout`` limits the start of the
-    workers; it does not count towards a run's ``timeout``. Needs Linux.
+    workers; it does not count towards a run's ``timeout``. ``preload`` names modules that a worker
+    imports then, so that what takes long counts towards no time-out. Needs Linux.
 
     >>> def total(rank, world):
     ...     import torch
@@ -53,13 +54,19 @@ class WorkerPool:
     """
 
     def __init__(
-        self, max_ranks: int = 4, *, grace: float = 3.0, start_timeout: float = 120.0
+        self,
+        max_ranks: int = 4,
+        *,
+        grace: float = 3.0,
+        start_timeout: float = 120.0,
+        preload: Sequence[str] = (),
     ) -> None:
         if max_ranks < 1:
             raise ValueError(f"max_ranks must be at least 1, not {max_ranks}")
         self.max_ranks = max_ranks
         self.grace = grace
         self.start_timeout = start_timeout
+        self.preload = tuple(preload)
         self._workers: dict[int, WorkerProcess] = {}
         self._directory: Path | None = None
         self._run_ids = count()
@@ -257,7 +264,7 @@ class WorkerPool:
             if worker is not None and not worker.alive:
                 worker.kill()
             if worker is None or not worker.alive:
-                self._workers[rank] = WorkerProcess(rank, directory)
+                self._workers[rank] = WorkerProcess(rank, directory, self.preload)
         deadline = time.monotonic() + self.start_timeout
         workers = [self._workers[rank] for rank in range(ranks)]
         while new := [worker for worker in workers if not worker.greeted]:

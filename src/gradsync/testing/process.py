@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -19,7 +20,7 @@ from gradsync.testing.worker import STACK_SIGNAL
 _serial = count()
 _BOOTSTRAP = (
     "import sys; sys.path[0] = sys.argv[1]; from gradsync.testing.worker import main; "
-    "main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])"
+    "main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:])"
 )
 
 
@@ -38,7 +39,7 @@ class WorkerProcess:
     False
     """
 
-    def __init__(self, rank: int, directory: Path) -> None:
+    def __init__(self, rank: int, directory: Path, preload: Sequence[str] = ()) -> None:
         self.rank = rank
         self.greeted = False
         stem = directory / f"rank{rank}-{next(_serial)}"
@@ -47,7 +48,7 @@ class WorkerProcess:
         self.connection, theirs = multiprocessing.Pipe()
         lifeline, self._lifeline = os.pipe()
         fds = (theirs.fileno(), lifeline)
-        arguments = [str(transfer.source_root()), *map(str, fds), str(self._stacks)]
+        arguments = [str(transfer.source_root()), *map(str, fds), str(self._stacks), *preload]
         with open(self._output, "ab") as output, theirs:
             self._popen = subprocess.Popen(
                 [sys.executable, "-u", "-c", _BOOTSTRAP, *arguments],

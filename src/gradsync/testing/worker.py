@@ -16,6 +16,7 @@ from __future__ import annotations
 import faulthandler
 import fcntl
 import gc
+import importlib
 import os
 import pickle
 import random
@@ -26,7 +27,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -45,7 +46,7 @@ _THREAD_PATIENCE = 1.0
 _modules_frozen = 0
 
 
-def main(control_fd: int, lifeline_fd: int, stack_file: str) -> None:
+def main(control_fd: int, lifeline_fd: int, stack_file: str, preload: Sequence[str] = ()) -> None:
     """Serve calls until the pool closes the control connection (the pool starts this)."""
     for fd in (control_fd, lifeline_fd):
         os.set_inheritable(fd, False)
@@ -54,6 +55,8 @@ def main(control_fd: int, lifeline_fd: int, stack_file: str) -> None:
     faulthandler.register(STACK_SIGNAL, file=open(stack_file, "a"), all_threads=True)  # noqa: SIM115
     torch.set_num_interop_threads(4)  # a distributed backward holds one until it is reduced
     control = Connection(control_fd)
+    for name in preload:
+        importlib.import_module(name)
     _reset_torch()
     _freeze_imports()
     control.send(Hello())
