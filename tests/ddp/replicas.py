@@ -1,4 +1,4 @@
-"""What several test files need: both classes, small models, gradients to compare, a count."""
+"""What several test files need: both classes, both kinds, small models, gradients, a count."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from gradsync import DistributedDataParallel as OurDDP
 assert TorchDDP is not OurDDP
 
 CLASSES = (TorchDDP, OurDDP)
+
+# Of gradients: their own memory, or that of the buckets.
+both_kinds = pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
 
 Gradients = dict[str, Tensor | None]
 
@@ -113,6 +117,7 @@ __all__ = [
     "assert_equal_on_all_ranks",
     "assert_same",
     "batch",
+    "both_kinds",
     "caught",
     "gradients",
     "gradsync",

@@ -29,7 +29,7 @@ from low_precision import (
 )
 from oracles import FEATURES, batch, loss_of, no_sync, sgd
 from replicas import assert_equal_on_all_ranks, caught
-from test_steps import AS_IN_ONE_PROCESS
+from step_ways import AS_IN_ONE_PROCESS
 from torch import Tensor, nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
