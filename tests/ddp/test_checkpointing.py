@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracles import FEATURES, batch, check, loss_of, plain_step, seeded, train
+from replicas import both_kinds
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +21,6 @@ pytestmark = pytest.mark.timeout(60)
 LIMIT = 50.0
 SAID_BY_TORCH = "Expected to mark a variable ready only once"
 
-both_kinds = pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
 both_ways = pytest.mark.parametrize("reentrant", [False, True], ids=["not_reentrant", "reentrant"])
 
 

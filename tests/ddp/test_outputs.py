@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from oracles import FEATURES, Net, batch, check, loss_of, plain_step, seeded
+from replicas import both_kinds
 from torch import Tensor, nn
 
 from gradsync import DistributedDataParallel as DDP
@@ -22,7 +23,6 @@ pytestmark = pytest.mark.timeout(60)
 
 LIMIT = 50.0
 
-both_kinds = pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
 
 MODES: list[dict[str, Any]] = [
     {},
