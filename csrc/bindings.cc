@@ -227,7 +227,7 @@ PYBIND11_MODULE(_native, module) {
       .finalize();
   py::native_enum<Phase>(module, "Phase", "enum.IntEnum")
       .value("NEVER", Phase::kNever).value("POST", Phase::kPost).value("POSTED", Phase::kPosted)
-      .value("ARRIVED", Phase::kArrived).value("TICKED", Phase::kTicked)
+      .value("ARRIVED", Phase::kArrived).value("TAKEN", Phase::kTaken).value("TICKED", Phase::kTicked)
       .value("FINISHED", Phase::kFinished).value("MESSAGE", Phase::kMessage)
       .finalize();
 
@@ -242,11 +242,11 @@ PYBIND11_MODULE(_native, module) {
     the_probe().phase = phase;
   }, py::arg("phase"), py::arg("nth"), py::arg("signal"));
   module.def("reduce_bare", [](std::vector<Address> parts, std::uint64_t begin, std::uint64_t end,
-                               DType dtype, ReduceOp op) {
+                               int dtype, int op) {
     py::gil_scoped_release release;
     const auto all = pointers<void*>(parts);
     const int count = static_cast<int>(all.size());
-    reduce({dtype, op, const_cast<const void* const*>(reinterpret_cast<void* const*>(all.data())), count,
+    reduce({static_cast<DType>(dtype), static_cast<ReduceOp>(op), const_cast<const void* const*>(reinterpret_cast<void* const*>(all.data())), count,
             all.data(), count}, begin, end);
   }, py::arg("parts"), py::arg("begin"), py::arg("end"), py::arg("dtype"), py::arg("op"));
 

@@ -42,7 +42,8 @@ struct Share {
 };
 
 // Takes the next piece of a share, each once whoever asks; false if none is left. The word has the
-// number of the collective in front, so that it needs no one to set it back.
+// number of the collective in front, so that it needs no one to set it back. It orders nothing: what is
+// read was there before the first tick, what is written is read after the second.
 bool take_piece(std::atomic<std::uint64_t>& taken, std::uint64_t sequence, std::size_t pieces,
                 std::size_t& piece) {
   constexpr int kCountBits = 24;  // 512 GiB in pieces, and 2^40 collectives
@@ -310,10 +311,12 @@ void Collectives::map_new(Op& op) {
 //
 // [Note: helping] A rank that is done with its share goes on with what others have not yet begun of
 // theirs: with more ranks than cores some do not run at all just now. Who takes a piece reduces it
-// before it ticks, so the meeting at the end means what it did.
+// before it ticks, so when all have ticked all pieces are done. A rank that has given up on this
+// collective may use its memory for something else: who sees that does not begin.
 void Collectives::reduce_in_place(Op& op) {
   constexpr std::size_t kPieceBytes = 32 * 1024;
   const Announcement& a = op.announcement;
+  members_.check_present({&a, op.deadline});
   const int world = members_.world();
   std::array<void*, kMaxRanks> parts;
   for (int rank = 0; rank < world; ++rank) {
@@ -330,6 +333,7 @@ void Collectives::reduce_in_place(Op& op) {
     const std::size_t pieces = (share.end - share.begin + length - 1) / length;
     std::size_t piece;
     while (take_piece(members_.line(rank).taken, a.sequence, pieces, piece)) {
+      probe(Phase::kTaken);
       const std::size_t begin = share.begin + piece * length;
       reduce(reduction, begin, std::min(share.end, begin + length));
     }

@@ -2,8 +2,8 @@
 //
 //   Header | a Line for each rank | slots: in[2], out[2] for each rank | a Channel for each pair
 //
-// A Line is written by its rank alone, but for what counts takers and sleepers, and so are its
-// slots. See docs/shared-memory.md.
+// A Line is written by its rank alone, but for the bell, the counts of sleepers and what is taken of
+// its share; its slots are too. See docs/shared-memory.md.
 #pragma once
 
 #include <atomic>
@@ -54,7 +54,7 @@ struct alignas(kAlignment) Line {
   std::atomic<std::uint64_t> last;      // the number of its last announcement, for messages of others
   char reason[480];                     // kFailed: what it said, written before the state
   alignas(64) Announcement announcements[2];
-  // All-reduce in place: how many pieces of this rank's share are taken, see [Note: helping].
+  // All-reduce in place: how many pieces of this rank's share are taken, see take_piece.
   alignas(kAlignment) std::atomic<std::uint64_t> taken;
   // Point to point: rung whenever a channel from or to this rank has moved.
   alignas(kAlignment) std::atomic<std::uint32_t> bell;

@@ -136,6 +136,12 @@ void Members::check(int peer, const Errand& errand) const {
   lost(peer, errand, state == State::kLeft ? "has left the group" : "has ended");
 }
 
+void Members::check_present(const Errand& errand) const {
+  for (int peer = 0; peer < world(); ++peer) {
+    if (peer != rank_ && line(peer).state.load(std::memory_order_acquire) != State::kPresent) check(peer, errand);
+  }
+}
+
 void Members::lost(int peer, const Errand& errand, const std::string& how) const {
   const Line& other = line(peer);
   const Announcement* last = &other.announcements[0];

@@ -60,6 +60,8 @@ class Members {
   bool is_gone(int peer) const;
   // Throws if `peer` cannot be expected to go on.
   void check(int peer, const Errand& errand) const;
+  // Throws if any peer says that it has given up or left.
+  void check_present(const Errand& errand) const;
   [[noreturn]] void give_up(const Errand& errand, const std::vector<int>& missing) const;
 
  private:

@@ -7,7 +7,7 @@
 
 namespace gradsync {
 
-enum class Phase : int { kNever, kPost, kPosted, kArrived, kTicked, kFinished, kMessage, kCount };
+enum class Phase : int { kNever, kPost, kPosted, kArrived, kTaken, kTicked, kFinished, kMessage, kCount };
 
 struct Probe {
   std::atomic<Phase> phase{Phase::kNever};

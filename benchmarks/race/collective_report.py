@@ -57,8 +57,8 @@ def comparisons(case: Case) -> list[Comparison]:
     found = []
     for ours in OURS:
         for versus in (GLOO, OPENMPI, BARE):
-            if ours not in times or versus not in times:
-                continue
+            if ours not in times or versus not in times or (ours == NATIVE and versus != BARE):
+                continue  # what goes without Python is compared with its like alone
             ratio = compare(times, ours, versus)
             wanted = target(case.operation, ours, versus, case.world, case.bytes)
             if case.operation == BUSY:
@@ -152,7 +152,7 @@ def _all_reduce_rows(case: Case) -> list[tuple[str, ...]]:
     for name, seconds in complete_rounds(case.seconds).items():
         cells = [human_size(case.bytes), name, human_time(median(seconds))]
         for versus in (GLOO, OPENMPI, BARE):
-            if name in OURS and versus not in case.seconds:
+            if name in OURS and name != NATIVE and versus not in case.seconds:
                 cells += [f"no {versus}", ""]
             else:
                 cells += _compared(found.get((name, versus)), is_share=versus == BARE)

@@ -30,7 +30,7 @@ CONTENDERS = {
     SYMMETRIC: "gradsync, avg, a tensor from symmetric_empty",
     COPIED: "gradsync, avg, any tensor",
     OPENMPI: "OpenMPI through mpi4py, sum",
-    NATIVE: "as symmetric, but one native call, as bare is, and no torch in front",
+    NATIVE: "as symmetric, but one native call, as bare is, and no Python in front",
     BARE: "the reduction alone: every rank its slice, no synchronisation",
     FRONT: "torch's all_reduce in front of a group that does nothing",
 }
@@ -125,9 +125,8 @@ def _bare(count: int, groups: Groups) -> Exercise:
     parts = _map_each_others(count * DTYPE.itemsize, groups.gloo)
     begin, end = (min(count, -(-count // LINE) * r // world * LINE) for r in (rank, rank + 1))
     addresses = [part.data_ptr() for part in parts]
-    call = partial(
-        _native.reduce_bare, addresses, begin, end, _native.DType.FLOAT32, _native.ReduceOp.AVG
-    )
+    numbers = int(_native.DType.FLOAT32), int(_native.ReduceOp.AVG)
+    call = partial(_native.reduce_bare, addresses, begin, end, *numbers)
     own = parts[rank]
     return Exercise(BARE, call, partial(_values, own), partial(_holds, own, 1), [parts])
 

@@ -5,7 +5,8 @@
  *   -DSCENARIO=1  what they run, see the end
  *   -DVICTIM=0    a rank that may be killed at any step
  *   -DSTAYS       ranks do nothing more at the end, instead of leaving
- *   -DONE_SLOT -DNO_WAKE -DNO_RECHECK -DNO_LOOK -DCLOCK_FIRST: mistakes that have to be found
+ *   -DONE_SLOT -DNO_WAKE -DNO_RECHECK -DNO_LOOK -DCLOCK_FIRST -DTAKEN_TWICE:
+ *                 mistakes that have to be found
  */
 #ifndef N
 #define N 2
@@ -24,7 +25,8 @@
 byte clock[N], sleepers[N];
 byte asleep[N];                      /* on the clock of rank asleep - 1, or 0 */
 bool gone[N], dead[N];               /* left, lost a peer, or died: others see it */
-byte announcement[2 * N], in[2 * N], out[2 * N], memory[N], share[N];
+byte announcement[2 * N], in[2 * N], out[2 * N], memory[N];
+byte taken[N], share[N];             /* of a reduction in place: its number */
 
 inline wake() {
   for (q : 0 .. N - 1) {
@@ -190,23 +192,50 @@ inline through_slots(chunks) {
   round = 0
 }
 
+/* One compare-exchange: a share, which is one piece here, is taken once. */
+inline take() {
+#ifndef TAKEN_TWICE
+  atomic
+#endif
+  {
+    if
+    :: taken[s] != sequence -> taken[s] = sequence; mine = true
+    :: else -> mine = false
+    fi
+  }
+}
+
 inline in_place() {
   memory[r] = WRITING;
   memory[r] = sequence + 1;
   post(false);
-  share[r] = WRITING;
-  check(memory, sequence);  /* reads and writes it */
-  share[r] = sequence;
+  for (round : 0 .. N - 1) {  /* its own share first, then what is left of the others' */
+    s = (r + round) % N;
+    take();
+    if
+    :: mine ->
+      assert(share[s] != WRITING && share[s] != sequence);
+      share[s] = WRITING;
+      check(memory, sequence);  /* reads and writes it */
+      share[s] = sequence
+    :: else
+    fi
+  }
+  round = 0;
+  s = 0;
+  mine = false;
   tick();
   await();
-  check(share, sequence)
+  check(share, sequence);
+  assert(share[r] == sequence)
 }
 
 /* Rank 0 asks for something large, the others for something small: all hear of it. */
 inline mismatch() { post(r != 0) }
 
 proctype Rank(byte r) {
-  byte now, sequence, turn, round, p, q, seen, looked;
+  byte now, sequence, turn, round, p, q, s, seen, looked;
+  bool mine;
   {
 #if SCENARIO == 1
     small(); small(); small()

@@ -1,11 +1,13 @@
 """Checks the protocol of csrc by trying every interleaving of its ranks, for small programs.
 
-A rank is a list of steps, each as large as one access to shared memory. Nothing in shared memory
-has two writers, so what it holds follows from how far its owner is, and the state of the whole is
-where each rank stands. `explore` visits all of them and fails on the first in which
+A rank is a list of steps, each as large as one access to shared memory. Almost nothing in shared
+memory has two writers, so what it holds follows from how far its owner is, and the state of the
+whole is where each rank stands, and which shares of a reduction in place it has taken. `explore`
+visits all of them and fails on the first in which
 
 - a rank finds in a slot anything but the data of its collective, written to the end, when it begins
   to read or when it ends (so nobody writes what another reads, or reads too early or too late),
+- a share of a reduction in place is reduced twice, or not at all,
 - a rank takes a peer for lost that had done all it was waited for,
 - nobody can go on though somebody has not ended, or the ranks could go on for ever.
 
@@ -34,6 +36,7 @@ class Variant:
     awaits_rounds: bool = True  # of an exchange
     awaits_chunks: bool = True  # of a reduction through slots
     announces_end: bool = True  # of a reduction in place
+    takes_at_once: bool = True  # a share of it: looks and takes in one step
     all_take_a_turn: bool = True  # also where ranks disagree
     wakes: bool = True
     wakes_after_tick: bool = True
@@ -154,13 +157,21 @@ class Program:
         number = self.sequence
         if new:  # memory that was never seen: all tell whether they could map it
             self._rounds(1)
-        self.steps.append(("begin", ("share",)))
-        self.read("memory", lambda _: number)  # and writes it: nobody else may touch it meanwhile
-        self.steps.append(("end", (("share", number),)))
+        for i in range(self.world):  # its own share first, then what is left of the others'
+            self._reduce_share((self.rank + i) % self.world)
         self.tick()
         if self.variant.announces_end:
             self.wait()
-        self.read("share", lambda _: number)
+        self.steps.append(("all done", number))
+
+    def _reduce_share(self, share: int) -> None:
+        """Unless another has taken it. A share is one piece here."""
+        number = self.sequence
+        if not self.variant.takes_at_once:
+            self.steps.append(("look", share, number, 5))
+        self.steps.append(("take", share, number, 4))
+        self.read("memory", lambda _: number)  # and writes it: nobody else may touch it meanwhile
+        self.steps.append(("done", share, number))
 
     def mismatch(self, other: int) -> None:
         """Rank ``other`` asks for something large, the others for something small: all throw."""
@@ -190,9 +201,13 @@ OPS: dict[str, Callable[[Program], None]] = {
 ALIVE, IDLE, DEAD, LEFT, LOST = range(5)  # from DEAD on a rank is gone
 LOAD, LOOK, JUDGE, ADD, SLEEP, ASLEEP, SUBTRACT = range(7)  # of a wait, see sync.cc and members.cc
 
+# Of a reduction in place: its number, and the shares that a rank has taken and has reduced.
+Shares = tuple[int, int, int]
+NONE: Shares = (0, 0, 0)
+
 # Where a rank stands: its next step; and in a wait for whom, what next, the clock that it saw, and
-# who was gone when it looked.
-Stand = tuple[int, int, int, int, int, int]
+# who was gone when it looked; whether it lives, and its shares.
+Stand = tuple[int, int, int, int, int, int, Shares]
 
 
 class ProtocolError(AssertionError):
@@ -241,7 +256,7 @@ class Checker:
 
     def explore(self) -> int:
         """Visit all states; how many there are."""
-        start: tuple[Stand, ...] = tuple((0, 0, LOAD, 0, 0, ALIVE) for _ in range(self.world))
+        start: tuple[Stand, ...] = tuple((0, 0, LOAD, 0, 0, ALIVE, NONE) for _ in range(self.world))
         on_path, finished = {start}, set()
         path = [(start, iter(self._next(start)))]
         try:
@@ -288,6 +303,8 @@ class Checker:
                     raise ProtocolError(
                         f"rank {rank} reads {step[1]} of rank {peer} and finds {found}, not {tag}"
                     )
+        if step[0] in ("look", "take", "done", "all done"):
+            return self._move_in_place(state, rank, *step)
         if step[0] == "leave":
             state = self._wake(state, rank)
             return _with(state, rank, (at, 0, LOAD, 0, 0, LEFT))
@@ -297,10 +314,37 @@ class Checker:
             state = self._wake(state, rank)
         return _with(state, rank, (at + 1, 0, LOAD, 0, 0, ALIVE))
 
+    def _move_in_place(
+        self, state: tuple[Stand, ...], rank: int, what: str, *facts: int
+    ) -> tuple[Stand, ...]:
+        at = state[rank][0]
+        if what == "all done":
+            for share in range(self.world):
+                if not self._is_in(state, 2, share, facts[0]):
+                    raise ProtocolError(f"rank {rank} finds that share {share} is not reduced")
+            return _with(state, rank, (at + 1, 0, LOAD, 0, 0, ALIVE))
+        share, number, *rest = facts
+        if what != "done" and self._is_in(state, 1, share, number):
+            if what == "take" and not self.variant.takes_at_once:
+                raise ProtocolError(f"rank {rank} reduces share {share}, which another has taken")
+            return _with(state, rank, (at + rest[0], 0, LOAD, 0, 0, ALIVE))
+        of, taken, done = state[rank][6]
+        if of != number:
+            taken = done = 0
+        if what == "take":
+            taken |= 1 << share
+        elif what == "done":
+            done |= 1 << share
+        return _with(state, rank, (at + 1, 0, LOAD, 0, 0, ALIVE, (number, taken, done)))
+
+    def _is_in(self, state: tuple[Stand, ...], which: int, share: int, number: int) -> bool:
+        """Has any rank taken (1) or reduced (2) that share of that collective?"""
+        return any(stand[6][0] == number and stand[6][which] >> share & 1 for stand in state)
+
     def _move_in_wait(
         self, state: tuple[Stand, ...], rank: int, tick: int
     ) -> tuple[Stand, ...] | None:
-        at, index, phase, seen, gone, _ = state[rank]
+        at, index, phase, seen, gone, _, _ = state[rank]
         if index == self.world or (index == self.world - 1 and index == rank):
             return _with(state, rank, (at + 1, 0, LOAD, 0, 0, ALIVE))
         if index == rank:
@@ -386,8 +430,9 @@ class Checker:
         return "\n".join(lines)
 
 
-def _with(state: tuple[Stand, ...], rank: int, stand: Stand) -> tuple[Stand, ...]:
-    return (*state[:rank], stand, *state[rank + 1 :])
+def _with(state: tuple[Stand, ...], rank: int, stand: tuple) -> tuple[Stand, ...]:
+    """The state with another stand of ``rank``, which has the same shares if it tells none."""
+    return (*state[:rank], (*stand, *state[rank][len(stand) :]), *state[rank + 1 :])
 
 
 # ------------------------------------------------------------------------------- what is checked

@@ -25,6 +25,7 @@ MISTAKES = {  # and what they are found in
     "NO_RECHECK": {"SCENARIO": 1, "STAYS": 1},
     "NO_LOOK": {"SCENARIO": 1, "VICTIM": 0, "for_ever": True},
     "CLOCK_FIRST": {"SCENARIO": 1},
+    "TAKEN_TWICE": {"SCENARIO": 4},
 }
 
 

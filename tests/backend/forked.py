@@ -321,6 +321,14 @@ def join(backend: str, path: Path, rank: int, world: int, seconds: float) -> Non
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
+def state_of(pid: int) -> str:
+    """As the kernel says: "T" is stopped; a process that has ended is "Z" until it is reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "Z"
+
+
 def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

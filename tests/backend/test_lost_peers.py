@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forked import Ending, Nursery
+from forked import Ending, Nursery, state_of
 from operations import OPERATIONS, perform
 
 from gradsync import PeerLostError
@@ -264,6 +264,28 @@ def test_a_lost_rank_is_called_by_its_rank_in_the_group_and_by_its_global_one(
         return caught.value
 
     _, survivor, _ = nursery.run(run, 3)
+    assert survivor.unwrap().rank == 1
+
+
+def test_a_rank_that_dies_with_a_piece_that_it_has_taken_is_missed(nursery: Nursery) -> None:
+    def run(rank: int, world: int) -> Any:
+        tensor = dist.group.WORLD.symmetric_empty(300_000, torch.float32)
+        dist.all_reduce(tensor.fill_(0.0))  # all have mapped it by now
+        dist.barrier()
+        # Rank 0 stops, so that it leaves pieces for rank 1.
+        how = signal.SIGKILL if rank else signal.SIGSTOP
+        _native.signal_at(_native.Phase.TAKEN, 1, how)
+        with pytest.raises(PeerLostError) as caught:
+            dist.all_reduce(tensor)
+        return caught.value
+
+    with nursery.start(run, 2, expendable=[1]) as started:
+        deadline = time.monotonic() + 5 * SOON
+        while [state_of(pid) for pid in started.pids] != ["T", "Z"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.kill(started.pids[0], signal.SIGCONT)
+        survivor, _ = started.endings()
     assert survivor.unwrap().rank == 1
 
 

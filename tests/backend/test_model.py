@@ -55,7 +55,13 @@ MISTAKES = {
         {"announces_end": False},
         ("reduction in place", "reduction in place"),
         None,
-        "reads share",
+        "is not reduced",
+    ),
+    "a share is looked at and then taken": (
+        {"takes_at_once": False},
+        ("reduction in place",),
+        None,
+        "which another has taken",
     ),
     "turns differ after a mismatch": (
         {"all_take_a_turn": False},

@@ -24,7 +24,7 @@ class RpcPool:
         self._pool: WorkerPool | None = None
 
     def run(self, fn: Callable[..., T]) -> list[T]:
-        self._pool = self._pool or WorkerPool(max_ranks=RANKS)
+        self._pool = self._pool or WorkerPool(max_ranks=RANKS, preload=["torch._dynamo"])
         try:
             return self._pool.run(fn, ranks=RANKS, timeout=LIMIT)
         except BaseException:

@@ -321,13 +321,19 @@ def test_torchs_functions_note_their_errors_in_the_logger_that_they_are_given(
                 data = ddp._get_ddp_logging_data()
                 assert data["has_error"]
                 assert "No support for sparse tensors" in data["error"]
-                if make is DDP:  # what it is good for is not a failure of the step
+                if make is DDP:  # it was noted, and changes nothing else
                     step(ddp, rank, 0)
         other = [torch.ones(2 + rank)]
         with pytest.raises(RuntimeError) if rank else nullcontext():  # rank 0 is the measure
             _verify_param_shape_across_processes(ddp.process_group, other, ddp.logger)
         if rank:
             assert "appears not to match sizes" in ddp._get_ddp_logging_data()["error"]
+
+        kept = ddp.logger
+        ddp.double()  # which takes a new reducer
+        with pytest.raises(RuntimeError):
+            dist._compute_bucket_assignment_by_size(sparse, [400], logger=kept)
+        assert "No support for sparse tensors" in ddp._get_ddp_logging_data()["error"]
 
         dense = [torch.ones(4), torch.ones(4)]
         plain = dist._compute_bucket_assignment_by_size(dense, [16])

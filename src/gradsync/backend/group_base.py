@@ -30,7 +30,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 @leave_alone
 class GroupBase(dist.ProcessGroup):
-    """Base of ``SharedMemoryGroup``: what is not a collective."""
+    """Base of ``SharedMemoryGroup``: what torch has in every group, besides collectives."""
 
     def __init__(
         self,

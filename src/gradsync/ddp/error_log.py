@@ -4,16 +4,18 @@
 DDP, and the error that they raise is then in its logging data. They are C++ and know torch's logger
 alone. When the first DDP of ours is made, each is replaced by one that takes ours as well: it calls
 torch's without a logger and notes the error itself. Every other call goes to torch's as it came.
+Who has imported one of them by name before that keeps torch's, which refuses our logger.
 """
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from gradsync.ddp.reducer import Reducer
+    from gradsync.ddp.surface import TorchSurface
 
 # The functions, and at which place the logger stands among their arguments.
 _TAKE_LOGGERS = {"_compute_bucket_assignment_by_size": 4, "_verify_params_across_processes": 2}
@@ -22,19 +24,22 @@ _TAKE_LOGGERS = {"_compute_bucket_assignment_by_size": 4, "_verify_params_across
 class ErrorLog:
     """Hand it to torch's functions that take a DDP's logger."""
 
-    def __init__(self, reducer: "Reducer") -> None:
-        self._reducer = reducer
+    def __init__(self, ddp: "TorchSurface") -> None:
+        self._ddp = weakref.ref(ddp)
 
     def note(self, error: Exception) -> None:
         """Let the logging data tell of ``error``."""
-        self._reducer.failed(error)
+        ddp = self._ddp()
+        if ddp is not None:
+            ddp.reducer.failed(error)
 
 
 @functools.cache
 def let_torch_take_ours() -> None:
     """See [Note: torch's functions and our logger]."""
     for name, place in _TAKE_LOGGERS.items():
-        setattr(dist, name, _taking_ours(getattr(dist, name), place))
+        if hasattr(dist, name):
+            setattr(dist, name, _taking_ours(getattr(dist, name), place))
 
 
 def _taking_ours(function: Callable[..., Any], place: int) -> Callable[..., Any]:

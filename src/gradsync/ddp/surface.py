@@ -15,7 +15,6 @@ from torch.nn.parameter import Parameter
 
 from gradsync.ddp.buffers import list_buffers, named_buffers
 from gradsync.ddp.collectives import Broadcaster
-from gradsync.ddp.error_log import ErrorLog
 from gradsync.ddp.logging_data import logging_data
 from gradsync.ddp.stats import Stats, collect
 from gradsync.errors import ArgumentError
@@ -117,11 +116,6 @@ class TorchSurface(nn.Module):
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """For torch's sake: outputs are passed on as they are, never cloned."""
         self._ddp_sink_clone = val
-
-    @property
-    def logger(self) -> ErrorLog:
-        """For torch's functions that take one: what they raise is then in the logging data."""
-        return ErrorLog(self.reducer)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Facts about this object under the names that torch's logging data has."""

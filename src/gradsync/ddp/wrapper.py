@@ -28,7 +28,7 @@ from gradsync.ddp.buffers import BufferSync
 from gradsync.ddp.collectives import Broadcaster
 from gradsync.ddp.compile import CompiledFor, SplitSize, skip_our_frames, split_size
 from gradsync.ddp.delayed import DelayedReduction, all_names, check_delayed
-from gradsync.ddp.error_log import let_torch_take_ours
+from gradsync.ddp.error_log import ErrorLog, let_torch_take_ours
 from gradsync.ddp.features import Features
 from gradsync.ddp.layout import ReducerOptions
 from gradsync.ddp.mixed_precision import Precision, check_config, reduce_dtype
@@ -184,6 +184,7 @@ class DistributedDataParallel(Features):
             self.use_side_stream_for_tensor_copies = True
             self.require_backward_grad_sync = True
             self.require_forward_param_sync = True
+            self._make_logger()
             self._ddp_sink_clone = True
             self._buffer_sync = BufferSync()
             self.buffer_hook = None
@@ -206,7 +207,6 @@ class DistributedDataParallel(Features):
 
     def _build_reducer(self) -> None:
         skip_our_frames()
-        let_torch_take_ours()
         parameters, sparse = self._build_params_for_reducer()
         names = self._build_debug_param_to_name_mapping(parameters)
         options = ReducerOptions(
@@ -239,6 +239,11 @@ class DistributedDataParallel(Features):
         if self._precision is not None:
             self.reducer.on_backward_end = self._precision.leave
         self._lazy_init_ran = False
+
+    def _make_logger(self) -> None:
+        """For torch's functions that take one: what they raise is then in the logging data."""
+        let_torch_take_ours()
+        self.logger = ErrorLog(self)
 
     def _delay_reduction(self) -> None:
         self._delayed: DelayedReduction | None = None
@@ -477,7 +482,7 @@ class DistributedDataParallel(Features):
         state["_pickled_hooks"] = self._portable_hooks()
         for name in (
             "process_group", "device_mesh", "reducer", "_unhook", "_buffer_sync", "_delayed",
-            "_traced", "forward",
+            "_traced", "forward", "logger",
         ):  # fmt: skip
             state.pop(name, None)
         return state
@@ -487,6 +492,7 @@ class DistributedDataParallel(Features):
         self.process_group = _get_default_group()
         self._buffer_sync = BufferSync()
         self._lazy_init_ran = False
+        self._make_logger()
         self._build_reducer()
         self._restore_hooks(self.__dict__.pop("_pickled_hooks"))
         self._delay_reduction()

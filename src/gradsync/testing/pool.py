@@ -40,7 +40,7 @@ class WorkerPool:
     ``grace`` is how long, in seconds, ranks may go on after another rank has failed, and how
     long the clean-up after a run may take. ``start_timeout`` limits the start of the
     workers; it does not count towards a run's ``timeout``. ``preload`` names modules that a worker
-    imports then, so that what takes long counts towards no time-out. Needs Linux.
+    imports then, so that what takes long counts towards no time-out of a run. Needs Linux.
 
     >>> def total(rank, world):
     ...     import torch
@@ -63,6 +63,8 @@ class WorkerPool:
     ) -> None:
         if max_ranks < 1:
             raise ValueError(f"max_ranks must be at least 1, not {max_ranks}")
+        if isinstance(preload, str):
+            raise TypeError(f"preload is a sequence of names of modules, not one: {preload!r}")
         self.max_ranks = max_ranks
         self.grace = grace
         self.start_timeout = start_timeout
