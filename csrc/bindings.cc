@@ -241,13 +241,16 @@ PYBIND11_MODULE(_native, module) {
     the_probe().countdown = nth;
     the_probe().phase = phase;
   }, py::arg("phase"), py::arg("nth"), py::arg("signal"));
-  module.def("reduce_bare", [](std::vector<Address> parts, std::uint64_t begin, std::uint64_t end,
-                               int dtype, int op) {
+  module.def("reduce_bare", [](const std::vector<Address>& parts, std::uint64_t begin, std::uint64_t end,
+                               int dtype_number, int op_number) {
+    const auto dtype = static_cast<DType>(dtype_number);
+    const auto op = static_cast<ReduceOp>(op_number);
+    if (!can_reduce(dtype, op)) throw InvalidError("there is no such reduction");
     py::gil_scoped_release release;
-    const auto all = pointers<void*>(parts);
-    const int count = static_cast<int>(all.size());
-    reduce({static_cast<DType>(dtype), static_cast<ReduceOp>(op), const_cast<const void* const*>(reinterpret_cast<void* const*>(all.data())), count,
-            all.data(), count}, begin, end);
+    const auto targets = pointers<void*>(parts);
+    const std::vector<const void*> sources(targets.begin(), targets.end());
+    const int count = static_cast<int>(targets.size());
+    reduce({dtype, op, sources.data(), count, targets.data(), count}, begin, end);
   }, py::arg("parts"), py::arg("begin"), py::arg("end"), py::arg("dtype"), py::arg("op"));
 
   py::class_<Segment>(module, "Segment")
