@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradsync
+from gradsync.backend import _native
 from gradsync.testing import WorkerPool
 
 LIMIT = 90.0
@@ -109,6 +112,34 @@ def test_buckets_are_reduced_where_they_are(pool: WorkerPool, views: bool) -> No
         assert counters["symmetric"] == 3 * buckets
         assert counters["copied"] == 0
         assert counters["copied_bytes"] == 0
+
+
+def test_large_gradients_need_no_buffer_and_are_those_of_gloo(pool: WorkerPool) -> None:
+    def run(rank: int, world: int) -> tuple[dict[str, int], int]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(1400, 1400), nn.ReLU(), nn.Linear(1400, 4))
+        x = torch.randn(3, 1400, generator=torch.Generator().manual_seed(rank))
+        gradients = []
+        for backend in ("gloo", "gradsync"):
+            group = dist.new_group(backend=backend)
+            ddp = gradsync.DistributedDataParallel(copy.deepcopy(model), process_group=group)
+            for step in range(5):
+                if step == 2 and isinstance(group, gradsync.SharedMemoryGroup):
+                    before = group.counters()
+                ddp.zero_grad()
+                ddp(x * (step + 1)).square().sum().backward()
+            gradients.append([p.grad for p in ddp.parameters()])
+        for one, other in zip(*gradients, strict=True):
+            assert torch.equal(one, other)
+        assert isinstance(group, gradsync.SharedMemoryGroup)
+        after = group.counters()
+        return {key: after[key] - before[key] for key in after}, ddp.stats().buckets
+
+    for counters, buckets in pool.run(run, timeout=LIMIT):
+        assert buckets == 2
+        assert counters["copied"] == 3  # from the gradient to the slots, and back
+        assert counters["symmetric"] == 0  # the other bucket is small
+        assert 0 < counters["copied_bytes"] - 3 * 4 * 1400**2 < 3 * _native.SMALL_BYTES
 
 
 def test_a_rank_that_dies_is_named_with_the_step_and_the_bucket(pool: WorkerPool) -> None:

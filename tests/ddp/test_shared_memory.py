@@ -33,8 +33,11 @@ class Sum(nn.Module):
         return ((self.a.view(-1) + self.b.view(-1)) * x).sum()
 
 
+@pytest.mark.parametrize("backend", ["gloo", "gradsync"])
 @pytest.mark.parametrize("views", [False, True])
-def test_gradients_on_the_same_memory_are_those_of_torch(pool: WorkerPool, views: bool) -> None:
+def test_gradients_on_the_same_memory_are_those_of_torch(
+    pool: WorkerPool, views: bool, backend: str
+) -> None:
     def run(rank: int, world: int) -> None:
         for kind in ("transposed", "flat", "apart"):
             models = [cls(Sum(kind), gradient_as_bucket_view=views) for cls in CLASSES]
@@ -44,11 +47,12 @@ def test_gradients_on_the_same_memory_are_those_of_torch(pool: WorkerPool, views
                     ddp(torch.full((1,), rank + step + 1.0)).backward()
                 assert_same(*map(gradients, models), hint=(kind, step))
 
-    pool.run(run, timeout=LIMIT)
+    pool.run(run, timeout=LIMIT, backend=backend)
 
 
+@pytest.mark.parametrize("backend", ["gloo", "gradsync"])
 def test_gradients_that_begin_to_share_memory_are_an_error_and_no_wrong_sum(
-    pool: WorkerPool,
+    pool: WorkerPool, backend: str
 ) -> None:
     def run(rank: int, world: int) -> str:
         ddp = OurDDP(Sum("apart"))
@@ -59,7 +63,7 @@ def test_gradients_that_begin_to_share_memory_are_an_error_and_no_wrong_sum(
         ddp.zero_grad()
         return str(caught(lambda: ddp(torch.ones(1)).backward(), StateError))
 
-    for text in pool.run(run, timeout=LIMIT):
+    for text in pool.run(run, timeout=LIMIT, backend=backend):
         assert "share memory" in text
         assert "a" in text
         assert "b" in text

@@ -55,8 +55,8 @@ class Layout:
     @property
     def _solo_bytes(self) -> float:
         """From which size on a gradient has a bucket for itself, and is not copied."""
-        if self._packing.memory is not None:
-            return math.inf  # what all ranks can map is reduced faster, and a copy brings it there
+        if self._packing.memory is not None and self._options.as_views:
+            return math.inf  # it is copied once anyway: to where all ranks can map it
         return max(self.caps.cap_bytes / 4, MIB)
 
     def initial(self, *, with_usage: bool) -> list[Bucket]:
