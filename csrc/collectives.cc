@@ -9,6 +9,8 @@
 namespace gradsync {
 namespace {
 
+constexpr std::size_t kPieceBytes = 32 * 1024;  // of a reduction in place, at a time
+
 bool gives_pieces(Kind kind) {
   return kind == Kind::kReduceScatter || kind == Kind::kAllToAll || kind == Kind::kScatter;
 }
@@ -310,14 +312,25 @@ void Collectives::map_new(Op& op) {
 // Every rank reduces its share of the elements, from all ranks' memory into all ranks' memory.
 //
 // [Note: helping] A rank that is done with its share goes on with what others have not yet begun of
-// theirs: with more ranks than cores some do not run at all just now. Who takes a piece reduces it
-// before it ticks, so when all have ticked all pieces are done. A rank that has given up on this
-// collective may use its memory for something else: who sees that does not begin.
+// theirs: with more ranks than cores some do not run at all just now. It goes on as soon as all pieces
+// are done, and leaves behind who had none: those come, find nothing left to do, and go on as well.
+// Nobody gets further ahead than to the next announcement, where all wait for all. A rank that has given
+// up on this collective may use its memory for something else: who sees that does not begin.
 void Collectives::reduce_in_place(Op& op) {
-  constexpr std::size_t kPieceBytes = 32 * 1024;
   const Announcement& a = op.announcement;
-  members_.check_present({&a, op.deadline});
+  const Errand errand{&a, op.deadline};
   const int world = members_.world();
+  const std::size_t length = kPieceBytes / size_of(a.dtype);
+  const auto share_of = [&](int rank) { return Share(a.count, size_of(a.dtype), rank, world); };
+  const auto pieces_of = [&](const Share& share) { return (share.end - share.begin + length - 1) / length; };
+  for (int rank = 0; rank < world; ++rank) {
+    pieces_ += static_cast<std::uint32_t>(pieces_of(share_of(rank)));
+  }
+  counters_.symmetric.fetch_add(1, std::memory_order_relaxed);
+  if (members_.all_done(pieces_) || !members_.all_present(errand, pieces_)) {
+    return members_.add_pieces(a.sequence, 0, pieces_);
+  }
+
   std::array<void*, kMaxRanks> parts;
   for (int rank = 0; rank < world; ++rank) {
     const Announcement& other = members_.announcement(rank, a.sequence);
@@ -326,20 +339,21 @@ void Collectives::reduce_in_place(Op& op) {
                       : mappings_[static_cast<std::size_t>(rank)].find(other.symmetric)->data() + other.offset;
   }
   const Reduction reduction{a.dtype, a.op, parts.data(), world, parts.data(), world};
-  const std::size_t length = kPieceBytes / size_of(a.dtype);
+  std::uint32_t done = 0;
   for (int i = 0; i < world; ++i) {
     const int rank = (members_.rank() + i) % world;
-    const Share share(a.count, size_of(a.dtype), rank, world);
-    const std::size_t pieces = (share.end - share.begin + length - 1) / length;
+    const Share share = share_of(rank);
     std::size_t piece;
-    while (take_piece(members_.line(rank).taken, a.sequence, pieces, piece)) {
+    while (take_piece(members_.line(rank).taken, a.sequence, pieces_of(share), piece)) {
       probe(Phase::kTaken);
       const std::size_t begin = share.begin + piece * length;
       reduce(reduction, begin, std::min(share.end, begin + length));
+      ++done;
     }
   }
-  tick_and_await(op);
-  counters_.symmetric.fetch_add(1, std::memory_order_relaxed);
+  members_.add_pieces(a.sequence, done, pieces_);
+  probe(Phase::kTicked);
+  members_.await_pieces(pieces_, errand, patience_);
 }
 
 // [Note: one tick a chunk] A rank gives the others, chunk by chunk, what they are to reduce, reduces its

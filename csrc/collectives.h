@@ -74,6 +74,7 @@ class Collectives {
 
   Members& members_;
   unsigned turn_ = 0;  // of the in-slots: each has two, so that one is filled while one is read
+  std::uint32_t pieces_ = 0;  // of all reductions in place since the beginning
   Patience patience_;
   std::vector<Mappings> mappings_;  // by rank
   Counters counters_;

@@ -97,29 +97,44 @@ inline T finish(typename Element<T>::Compute value, int count, typename Element<
   }
 }
 
-// Two sources, as most machines have them: one pass, also with two targets.
-template <typename T, typename Op, bool kAverages>
-void reduce_pair(const T* a, const T* b, T* const* targets, int target_count, std::size_t begin,
-                 std::size_t end) {
+// A few sources, in one pass. Sums of floats, which is what gradients are, go a cache line of every source
+// at a time: that takes two thirds of the time of narrower steps.
+template <typename T, typename Op, bool kAverages, int kSources, int kTargets>
+void reduce_few(const Reduction& reduction, std::size_t begin, std::size_t end) {
   using E = Element<T>;
-  const auto scale = static_cast<typename E::Compute>(0.5);
-  if (target_count == 2) {
-    T* first = targets[0];
-    T* second = targets[1];
-    // Iterations do not depend on each other: a target is a source at the same element, or elsewhere.
-#pragma GCC ivdep
-    for (std::size_t i = begin; i < end; ++i) {
-      const T value =
-          finish<T, kAverages>(Op::combine(E::load(a[i]), E::load(b[i])), 2, scale);
-      first[i] = value;
-      second[i] = value;
+  const auto scale = static_cast<typename E::Compute>(1.0 / kSources);
+  const T* sources[kSources];
+  T* targets[kTargets];
+  for (int i = 0; i < kSources; ++i) sources[i] = static_cast<const T*>(reduction.sources[i]);
+  for (int i = 0; i < kTargets; ++i) targets[i] = static_cast<T*>(reduction.targets[i]);
+  if constexpr (std::is_floating_point_v<T> && std::is_same_v<Op, Sum>) {
+    typedef T Vector __attribute__((vector_size(kVectorBytes), aligned(alignof(T)), may_alias));
+    constexpr int kVectors = 64 / kVectorBytes;
+    for (; end - begin >= 64 / sizeof(T); begin += 64 / sizeof(T)) {
+      Vector sums[kVectors];
+#pragma GCC unroll 8
+      for (int i = 0; i < kSources; ++i) {
+        const auto* line = reinterpret_cast<const Vector*>(sources[i] + begin);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) sums[v] = i == 0 ? line[v] : sums[v] + line[v];
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < kTargets; ++i) {
+        auto* line = reinterpret_cast<Vector*>(targets[i] + begin);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) line[v] = kAverages ? sums[v] * scale : sums[v];
+      }
     }
-    return;
   }
-  T* first = targets[0];
+  // Iterations do not depend on each other: a target is a source at the same element, or elsewhere.
 #pragma GCC ivdep
-  for (std::size_t i = begin; i < end; ++i) {
-    first[i] = finish<T, kAverages>(Op::combine(E::load(a[i]), E::load(b[i])), 2, scale);
+  for (std::size_t at = begin; at < end; ++at) {
+    auto value = E::load(sources[0][at]);
+#pragma GCC unroll 8
+    for (int i = 1; i < kSources; ++i) value = Op::combine(value, E::load(sources[i][at]));
+    const T result = finish<T, kAverages>(value, kSources, scale);
+#pragma GCC unroll 8
+    for (int i = 0; i < kTargets; ++i) targets[i][at] = result;
   }
 }
 
@@ -148,16 +163,33 @@ void reduce_many(const Reduction& reduction, std::size_t begin, std::size_t end)
   }
 }
 
+// Into one tensor, into that and a slot, or in place.
+template <typename T, typename Op, bool kAverages, int kSources>
+void reduce_few(const Reduction& reduction, std::size_t begin, std::size_t end) {
+  switch (reduction.target_count) {
+    case 1: return reduce_few<T, Op, kAverages, kSources, 1>(reduction, begin, end);
+    case 2: return reduce_few<T, Op, kAverages, kSources, 2>(reduction, begin, end);
+    case kSources > 2 ? kSources : 0:
+      return reduce_few<T, Op, kAverages, kSources, kSources>(reduction, begin, end);
+    default: return reduce_many<T, Op, kAverages>(reduction, begin, end);
+  }
+}
+
 template <typename T, typename Op, bool kAverages = false>
 void reduce_as(const Reduction& reduction, std::size_t begin, std::size_t end) {
-  if (reduction.source_count == 2 && reduction.target_count <= 2) {
-    reduce_pair<T, Op, kAverages>(static_cast<const T*>(reduction.sources[0]),
-                                  static_cast<const T*>(reduction.sources[1]),
-                                  reinterpret_cast<T* const*>(reduction.targets),
-                                  reduction.target_count, begin, end);
-  } else {
-    reduce_many<T, Op, kAverages>(reduction, begin, end);
+  if (reduction.source_count == 2) return reduce_few<T, Op, kAverages, 2>(reduction, begin, end);
+  if constexpr (!std::is_integral_v<T> && std::is_same_v<Op, Sum>) {
+    switch (reduction.source_count) {
+      case 3: return reduce_few<T, Op, kAverages, 3>(reduction, begin, end);
+      case 4: return reduce_few<T, Op, kAverages, 4>(reduction, begin, end);
+      case 5: return reduce_few<T, Op, kAverages, 5>(reduction, begin, end);
+      case 6: return reduce_few<T, Op, kAverages, 6>(reduction, begin, end);
+      case 7: return reduce_few<T, Op, kAverages, 7>(reduction, begin, end);
+      case 8: return reduce_few<T, Op, kAverages, 8>(reduction, begin, end);
+      default: break;
+    }
   }
+  reduce_many<T, Op, kAverages>(reduction, begin, end);
 }
 
 template <typename T>

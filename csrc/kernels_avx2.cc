@@ -12,6 +12,7 @@
 
 namespace gradsync::avx2 {
 namespace {
+constexpr int kVectorBytes = 32;
 #include "kernels.inl"
 #include "quantise.inl"
 }

@@ -8,6 +8,7 @@
 
 namespace gradsync::plain {
 namespace {
+constexpr int kVectorBytes = 16;
 #include "kernels.inl"
 #include "quantise.inl"
 }

@@ -2,8 +2,8 @@
 //
 //   Header | a Line for each rank | slots: in[2], out[2] for each rank | a Channel for each pair
 //
-// A Line is written by its rank alone, but for the bell, the counts of sleepers and what is taken of
-// its share; its slots are too. See docs/shared-memory.md.
+// A Line is written by its rank alone, but for the bell and what is taken of its share; its slots are
+// too. The tallies in the header are everybody's. See docs/shared-memory.md.
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,7 @@
 namespace gradsync {
 
 constexpr std::uint64_t kMagic = 0x636e797364617267;  // "gradsync"
-constexpr std::uint32_t kVersion = 2;
+constexpr std::uint32_t kVersion = 3;
 constexpr int kMaxRanks = 256;
 constexpr std::size_t kMaxSlotBytes = 1024 * 1024;
 constexpr std::size_t kAllSlotsBytes = 64 * 1024 * 1024;  // of a group together, at most
@@ -47,14 +47,15 @@ struct Announcement {
 enum class State : std::uint32_t { kPresent, kLeft, kAborted, kFailed };
 
 struct alignas(kAlignment) Line {
-  std::atomic<std::uint32_t> clock;     // how many ticks this rank has gone; a futex
-  std::atomic<std::uint32_t> sleepers;  // who wait for the clock
+  std::atomic<std::uint32_t> clock;     // how many ticks this rank has gone
   std::atomic<State> state;
   std::atomic<std::int32_t> blames;     // kFailed: the rank that it lost, or -1
   std::atomic<std::uint64_t> last;      // the number of its last announcement, for messages of others
   char reason[480];                     // kFailed: what it said, written before the state
   alignas(64) Announcement announcements[2];
-  // All-reduce in place: how many pieces of this rank's share are taken, see take_piece.
+  // All-reduce in place: the number of the last one in which this rank has nothing left to do ...
+  std::atomic<std::uint64_t> reduced;
+  // ... and how many pieces of its share are taken, see take_piece.
   alignas(kAlignment) std::atomic<std::uint64_t> taken;
   // Point to point: rung whenever a channel from or to this rank has moved.
   alignas(kAlignment) std::atomic<std::uint32_t> bell;
@@ -67,11 +68,19 @@ struct alignas(kAlignment) Channel {
   alignas(kAlignment) std::atomic<std::uint64_t> read;  // by the receiver
 };
 
+// What all ranks together have done since the beginning.
+struct Tally {
+  std::atomic<std::uint32_t> count;  // a futex
+  std::atomic<std::uint32_t> sleepers;
+};
+
 struct Header {
   std::uint64_t magic;
   std::uint32_t version;
   std::uint32_t world;
   std::uint64_t nonce[2];
+  alignas(kAlignment) Tally ticks;   // of all clocks together
+  alignas(kAlignment) Tally pieces;  // of reductions in place, that are done
 };
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
@@ -92,7 +101,7 @@ class Layout {
 
   Header* header(std::byte* base) const { return reinterpret_cast<Header*>(base); }
   Line* line(std::byte* base, int rank) const {
-    return reinterpret_cast<Line*>(base + kAlignment) + rank;
+    return reinterpret_cast<Line*>(base + sizeof(Header)) + rank;
   }
   std::byte* in(std::byte* base, int rank, unsigned turn) const {
     return base + slots() + (static_cast<std::size_t>(rank) * 4 + (turn & 1)) * slot_bytes_;
@@ -109,7 +118,7 @@ class Layout {
   static constexpr std::size_t up(std::size_t bytes) {
     return (bytes + 4095) / 4096 * 4096;
   }
-  std::size_t slots() const { return up(kAlignment + world_ * sizeof(Line)); }
+  std::size_t slots() const { return up(sizeof(Header) + world_ * sizeof(Line)); }
   std::size_t channels() const { return slots() + world_ * 4 * slot_bytes_; }
   std::size_t channel_stride() const { return sizeof(Channel) + channel_bytes_; }
 

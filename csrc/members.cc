@@ -47,9 +47,13 @@ Members::Members(Segment segment, int rank, std::vector<Peer> peers, std::uint64
       layout_(static_cast<int>(peers.size())),
       rank_(rank),
       peers_(std::move(peers)) {
-  Header& header = *layout_.header(segment_.data());
+  Header& header = this->header();
   if (is_founder) {  // fresh pages are zero, and State::kPresent is
-    header = {kMagic, kVersion, static_cast<std::uint32_t>(world()), {nonce_a, nonce_b}};
+    header.magic = kMagic;
+    header.version = kVersion;
+    header.world = static_cast<std::uint32_t>(world());
+    header.nonce[0] = nonce_a;
+    header.nonce[1] = nonce_b;
   } else if (header.magic != kMagic || header.version != kVersion ||
              header.world != static_cast<std::uint32_t>(world()) || header.nonce[0] != nonce_a ||
              header.nonce[1] != nonce_b) {
@@ -63,53 +67,76 @@ Members::Members(Segment segment, int rank, std::vector<Peer> peers, std::uint64
 }
 
 void Members::tick() {
-  Line& own = line(rank_);
-  own.clock.store(++clock_, std::memory_order_seq_cst);
-  ring(own.clock, own.sleepers);
+  const std::uint32_t all = ++clock_ * static_cast<std::uint32_t>(world());
+  // Who dies between the two has come but is blamed for not having: better than that nobody is.
+  const std::uint32_t before = header().ticks.count.fetch_add(1, std::memory_order_seq_cst);
+  line(rank_).clock.store(clock_, std::memory_order_release);
+  if (before + 1 == all) ring(header().ticks.count, header().ticks.sleepers);
 }
 
 bool Members::all_reached(std::uint32_t tick) const {
-  for (int peer = 0; peer < world(); ++peer) {
-    if (peer != rank_ && !reached(line(peer).clock.load(std::memory_order_acquire), tick)) return false;
-  }
-  return true;
+  const std::uint32_t all = tick * static_cast<std::uint32_t>(world());
+  return reached(header().ticks.count.load(std::memory_order_acquire), all);
 }
 
 void Members::await(std::uint32_t tick, const Errand& errand, const Patience& patience) {
-  for (int peer = 0; peer < world(); ++peer) {
-    if (peer == rank_) continue;
-    Line& other = line(peer);
-    Spin spinning(patience.spin, patience.yields);
-    bool has_slept = false;
-    while (true) {
-      const std::uint32_t seen = other.clock.load(std::memory_order_acquire);
-      if (reached(seen, tick)) break;
-      if (aborted()) throw AbortedError(name_of(errand) + " was aborted.");
-      if (spinning.again()) continue;
-      const auto left = errand.deadline - Clock::now();
-      if (!has_slept) {  // most waits end with the first sleep: questions cost more than that
-        has_slept = true;
-        sleep_on(other.clock, seen, other.sleepers, std::min<Clock::duration>(kSlice, left));
-        continue;
-      }
-      if (patience.interrupted && patience.interrupted()) {
-        throw InterruptedError(name_of(errand) + " was interrupted.");
-      }
-      std::vector<int> missing;
-      int aborter = -1;
-      for (int each = 0; each < world(); ++each) {
-        if (each == rank_) continue;
-        // First whether it is gone, then how far it came: what it did before it ended counts.
-        const bool gone = is_gone(each);
-        if (line(each).state.load(std::memory_order_acquire) == State::kAborted) aborter = each;
-        if (reached(line(each).clock.load(std::memory_order_acquire), tick)) continue;
-        if (gone) check(each, errand);
-        missing.push_back(each);
-      }
-      if (aborter >= 0 && !missing.empty()) check(aborter, errand);  // though it may have come itself
-      if (left <= left.zero() && !missing.empty()) give_up(errand, missing);
-      sleep_on(other.clock, seen, other.sleepers, std::min<Clock::duration>(kSlice, left));
+  const auto has_come = [&](int peer) {
+    return reached(line(peer).clock.load(std::memory_order_acquire), tick);
+  };
+  await(header().ticks, tick * static_cast<std::uint32_t>(world()), has_come, errand, patience);
+}
+
+void Members::add_pieces(std::uint64_t sequence, std::uint32_t pieces, std::uint32_t all) {
+  Tally& tally = header().pieces;
+  const std::uint32_t before = tally.count.fetch_add(pieces, std::memory_order_seq_cst);
+  line(rank_).reduced.store(sequence, std::memory_order_release);
+  if (pieces > 0 && before + pieces == all) ring(tally.count, tally.sleepers);
+}
+
+bool Members::all_done(std::uint32_t all) const {
+  return reached(header().pieces.count.load(std::memory_order_acquire), all);
+}
+
+void Members::await_pieces(std::uint32_t all, const Errand& errand, const Patience& patience) {
+  const auto has_come = [&](int peer) {
+    return line(peer).reduced.load(std::memory_order_acquire) >= errand.announcement->sequence;
+  };
+  await(header().pieces, all, has_come, errand, patience);
+}
+
+template <typename HasCome>
+void Members::await(Tally& tally, std::uint32_t count, const HasCome& has_come, const Errand& errand,
+                    const Patience& patience) {
+  Spin spinning(patience.spin, patience.yields);
+  bool has_slept = false;
+  while (true) {
+    const std::uint32_t seen = tally.count.load(std::memory_order_acquire);
+    if (reached(seen, count)) return;
+    if (aborted()) throw AbortedError(name_of(errand) + " was aborted.");
+    if (spinning.again()) continue;
+    const auto left = errand.deadline - Clock::now();
+    if (!has_slept) {  // most waits end with the first sleep: questions cost more than that
+      has_slept = sleep_on(tally.count, seen, tally.sleepers, std::min<Clock::duration>(kSlice, left));
+      continue;
     }
+    if (patience.interrupted && patience.interrupted()) {
+      throw InterruptedError(name_of(errand) + " was interrupted.");
+    }
+    std::vector<int> missing;
+    int aborter = -1;
+    for (int each = 0; each < world(); ++each) {
+      if (each == rank_) continue;
+      // First whether it is gone, then how far it came: what it did before it ended counts.
+      const bool gone = is_gone(each);
+      if (line(each).state.load(std::memory_order_acquire) == State::kAborted) aborter = each;
+      if (has_come(each)) continue;
+      if (reached(tally.count.load(std::memory_order_acquire), count)) return;
+      if (gone) check(each, errand);
+      missing.push_back(each);
+    }
+    if (aborter >= 0 && !missing.empty()) check(aborter, errand);  // though it may have come itself
+    if (left <= left.zero() && !missing.empty()) give_up(errand, missing);
+    sleep_on(tally.count, seen, tally.sleepers, std::min<Clock::duration>(kSlice, left));
   }
 }
 
@@ -136,10 +163,13 @@ void Members::check(int peer, const Errand& errand) const {
   lost(peer, errand, state == State::kLeft ? "has left the group" : "has ended");
 }
 
-void Members::check_present(const Errand& errand) const {
+bool Members::all_present(const Errand& errand, std::uint32_t all) const {
   for (int peer = 0; peer < world(); ++peer) {
-    if (peer != rank_ && line(peer).state.load(std::memory_order_acquire) != State::kPresent) check(peer, errand);
+    if (peer == rank_ || line(peer).state.load(std::memory_order_acquire) == State::kPresent) continue;
+    if (all_done(all)) return false;  // so it left with good reason
+    check(peer, errand);
   }
+  return true;
 }
 
 void Members::lost(int peer, const Errand& errand, const std::string& how) const {
@@ -171,7 +201,8 @@ void Members::set_state(State state) {
   Line& own = line(rank_);
   State present = State::kPresent;
   own.state.compare_exchange_strong(present, state, std::memory_order_seq_cst);
-  wake_all(own.clock);
+  wake_all(header().ticks.count);
+  wake_all(header().pieces.count);
   for (int peer = 0; peer < world(); ++peer) {  // who wait for a message of ours
     if (peer == rank_) continue;
     line(peer).bell.fetch_add(1, std::memory_order_seq_cst);
@@ -194,8 +225,6 @@ void Members::fail(const std::string& reason, int blames) {
 void Members::abort() {
   aborted_.store(true, std::memory_order_relaxed);
   set_state(State::kAborted);
-  // Our own threads sleep on the others' clocks, or on our bell.
-  for (int peer = 0; peer < world(); ++peer) wake_all(line(peer).clock);
   line(rank_).bell.fetch_add(1, std::memory_order_seq_cst);
   wake_all(line(rank_).bell);
 }

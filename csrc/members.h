@@ -1,7 +1,8 @@
 // The ranks of a group on this machine: where each stands, and whether it lives.
 //
 // Every rank has a clock, which only it moves, tick by tick. All protocols are made of two moves: tick()
-// says that this rank has done something, await() waits until all others have come as far.
+// says that this rank has done something, await() waits until all others have come as far. Nobody ticks
+// again before it has waited for that, so the sum of all clocks tells, and one word is enough to wait on.
 #pragma once
 
 #include <atomic>
@@ -36,6 +37,12 @@ class Members {
   bool all_reached(std::uint32_t tick) const;
   void await(std::uint32_t tick, const Errand& errand, const Patience& patience);
 
+  // Pieces of work that whoever comes takes, of collective `sequence`. They are done when as many are as
+  // there were to be since the beginning, `all`.
+  void add_pieces(std::uint64_t sequence, std::uint32_t pieces, std::uint32_t all);
+  bool all_done(std::uint32_t all) const;
+  void await_pieces(std::uint32_t all, const Errand& errand, const Patience& patience);
+
   Announcement& announcement(int rank, std::uint64_t sequence) {
     return line(rank).announcements[sequence & 1];
   }
@@ -60,12 +67,17 @@ class Members {
   bool is_gone(int peer) const;
   // Throws if `peer` cannot be expected to go on.
   void check(int peer, const Errand& errand) const;
-  // Throws if any peer says that it has given up or left.
-  void check_present(const Errand& errand) const;
+  // False if all is done, else throws if any peer says that it has given up or left.
+  bool all_present(const Errand& errand, std::uint32_t all) const;
   [[noreturn]] void give_up(const Errand& errand, const std::vector<int>& missing) const;
 
  private:
   void set_state(State state);
+  // Waits until the tally comes to `count`. Of whom `has_come` is false is to blame if it does not.
+  template <typename HasCome>
+  void await(Tally& tally, std::uint32_t count, const HasCome& has_come, const Errand& errand,
+             const Patience& patience);
+  Header& header() const { return *layout_.header(segment_.data()); }
   [[noreturn]] void lost(int peer, const Errand& errand, const std::string& how) const;
 
   Segment segment_;

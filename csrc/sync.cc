@@ -42,15 +42,17 @@ void ring(std::atomic<std::uint32_t>& word, std::atomic<std::uint32_t>& sleepers
   if (sleepers.load(std::memory_order_seq_cst) != 0) wake_all(word);
 }
 
-void sleep_on(std::atomic<std::uint32_t>& word, std::uint32_t seen,
+bool sleep_on(std::atomic<std::uint32_t>& word, std::uint32_t seen,
               std::atomic<std::uint32_t>& sleepers, Clock::duration limit) {
   const auto nanoseconds =
       std::max<std::int64_t>(0, std::chrono::duration_cast<std::chrono::nanoseconds>(limit).count());
   const timespec time{static_cast<time_t>(nanoseconds / 1'000'000'000),
                       static_cast<long>(nanoseconds % 1'000'000'000)};
   sleepers.fetch_add(1, std::memory_order_seq_cst);
-  if (word.load(std::memory_order_seq_cst) == seen) futex(word, FUTEX_WAIT, seen, &time);
+  const bool slept = word.load(std::memory_order_seq_cst) == seen &&
+                     (futex(word, FUTEX_WAIT, seen, &time) == 0 || errno != EAGAIN);
   sleepers.fetch_sub(1, std::memory_order_seq_cst);
+  return slept;
 }
 
 bool Spin::again() {

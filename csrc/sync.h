@@ -31,8 +31,8 @@ inline bool reached(std::uint32_t clock, std::uint32_t tick) {
 // A word that others may sleep on; `sleepers` spares the system call when nobody does.
 void wake_all(std::atomic<std::uint32_t>& word);
 void ring(std::atomic<std::uint32_t>& word, std::atomic<std::uint32_t>& sleepers);
-// Sleeps until the word is no longer `seen`, it is woken, or `limit` is over.
-void sleep_on(std::atomic<std::uint32_t>& word, std::uint32_t seen,
+// Sleeps until it is woken or `limit` is over; false if the word is no longer `seen`, and it did not.
+bool sleep_on(std::atomic<std::uint32_t>& word, std::uint32_t seen,
               std::atomic<std::uint32_t>& sleepers, Clock::duration limit);
 
 // Spinning, for as long as it pays.
