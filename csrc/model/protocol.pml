@@ -5,7 +5,7 @@
  *   -DSCENARIO=1  what they run, see the end
  *   -DVICTIM=0    a rank that may be killed at any step
  *   -DSTAYS       ranks do nothing more at the end, instead of leaving
- *   -DONE_SLOT -DNO_WAKE -DNO_RECHECK -DNO_LOOK -DCLOCK_FIRST -DTAKEN_TWICE:
+ *   -DONE_SLOT -DNO_WAKE -DNO_RECHECK -DNO_LOOK -DCLOCK_FIRST -DTAKEN_TWICE -DCOUNT_TAKEN -DNO_SECOND_LOOK:
  *                 mistakes that have to be found
  */
 #ifndef N
@@ -22,67 +22,82 @@
 #define WRITING 255
 #define TAG(round) (sequence * 8 + (round))
 
-byte clock[N], sleepers[N];
-byte asleep[N];                      /* on the clock of rank asleep - 1, or 0 */
-bool gone[N], dead[N];               /* left, lost a peer, or died: others see it */
+#define TICKS 0
+#define PIECES 1
+
+byte word[2], sleepers[2];           /* what all count up and wait on */
+byte asleep[N];                      /* on a word: that + 1, or 0 */
+byte clock[N], reduced[N];           /* how far a rank has come */
+bool gone[N], dead[N], said[N];      /* left, lost a peer, or died: others see it; all but the last say so */
 byte announcement[2 * N], in[2 * N], out[2 * N], memory[N];
 byte taken[N], share[N];             /* of a reduction in place: its number */
 
-inline wake() {
+inline wake(which) {
   for (q : 0 .. N - 1) {
     if
-    :: asleep[q] == r + 1 -> asleep[q] = 0
+    :: asleep[q] == which + 1 -> asleep[q] = 0
     :: else
     fi
   }
   q = 0
 }
 
-inline tick() {
-  now++;
-  clock[r] = now;
+inline ring(which) {
   if
 #ifndef NO_WAKE
-  :: sleepers[r] > 0 -> d_step { wake() }
+  :: last && sleepers[which] > 0 -> d_step { wake(which) }
 #endif
   :: else
-  fi
+  fi;
+  last = false
 }
 
-/* Is there a reason to wake after a while, though nobody rang? Only if a rank is gone. */
-#define USEFUL(q) (gone[q] && (clock[q] < now || (q == p && clock[q] != seen)))
+inline tick() {
+  now++;
+#ifdef CLOCK_FIRST
+  clock[r] = now;
+#endif
+  d_step { word[TICKS]++; last = word[TICKS] == N * now };
+#ifndef CLOCK_FIRST
+  clock[r] = now;
+#endif
+  ring(TICKS)
+}
+
+#define COME(q, which) (which == TICKS && clock[q] >= now || which == PIECES && reduced[q] >= sequence)
+
+/* Is there a reason to wake after a while, though nobody rang? Only if a rank is gone: one that has not
+ * come, or one that died before it rang. */
+#define USEFUL(q, which, goal) (gone[q] && (!COME(q, which) || word[which] >= goal))
 #if N == 2
-#define ANY_USEFUL (USEFUL(0) || USEFUL(1))
+#define ANY_USEFUL(which, goal) (USEFUL(0, which, goal) || USEFUL(1, which, goal))
 #else
-#define ANY_USEFUL (USEFUL(0) || USEFUL(1) || USEFUL(2))
+#define ANY_USEFUL(which, goal) (USEFUL(0, which, goal) || USEFUL(1, which, goal) || USEFUL(2, which, goal))
 #endif
 
-inline look() {
+inline look(which, goal) {
 #ifndef NO_LOOK
   d_step {  /* who is gone ... */
     looked = 0;
     for (q : 0 .. N - 1) {
-#ifdef CLOCK_FIRST
-      if :: clock[q] < now -> looked = looked | (1 << q) :: else fi
-#else
       if :: gone[q] -> looked = looked | (1 << q) :: else fi
-#endif
     }
     q = 0
   };
   d_step {  /* ... and only then how far it came */
     for (q : 0 .. N - 1) {
-#ifdef CLOCK_FIRST
-      if :: !gone[q] -> looked = looked & ~(1 << q) :: else fi;
-#else
-      if :: clock[q] >= now -> looked = looked & ~(1 << q) :: else fi;
-#endif
-      assert(!(looked >> q & 1) || !gone[q] || clock[q] < now)  /* nobody is missed who had come */
+      if :: COME(q, which) -> looked = looked & ~(1 << q) :: else fi;
+      assert(!(looked >> q & 1) || !gone[q] || !COME(q, which))  /* nobody is missed who had come */
     }
     q = 0
   };
   if
-  :: looked != 0 -> looked = 0; goto lost
+  :: looked != 0 ->
+    looked = 0;
+    if
+    :: word[which] >= goal  /* all is done without it */
+    :: else -> goto lost
+    fi
   :: else
   fi
 #else
@@ -90,37 +105,35 @@ inline look() {
 #endif
 }
 
-inline await() {
-  p = 0;
+inline await(which, goal) {
   do
-  :: p == N -> break
-  :: p < N && p == r -> p++
-  :: p < N && p != r ->
-    seen = clock[p];
+  :: word[which] >= goal -> break
+  :: else ->
+    seen = word[which];
     if
-    :: seen >= now -> p++
+    :: seen >= goal
     :: else ->
-      look();
-      sleepers[p]++;
+      look(which, goal);
+      sleepers[which]++;
       atomic {  /* the kernel's comparison */
         if
 #ifdef NO_RECHECK
-        :: true -> asleep[r] = p + 1
+        :: true -> asleep[r] = which + 1
 #else
-        :: clock[p] == seen -> asleep[r] = p + 1
+        :: word[which] == seen -> asleep[r] = which + 1
         :: else
 #endif
         fi
       };
       if
       :: asleep[r] == 0
-      :: asleep[r] != 0 && ANY_USEFUL -> asleep[r] = 0
+      :: asleep[r] != 0 && ANY_USEFUL(which, goal) -> asleep[r] = 0
       fi;
-      sleepers[p]--
+      sleepers[which]--
     fi;
     seen = 0
   od;
-  p = 0
+  skip
 }
 
 /* As reading begins, and as it ends, the data is there and nobody writes it. Macros, since spin takes no
@@ -143,7 +156,7 @@ inline post(with_data) {
   };
   turn++;
   tick();
-  await();
+  await(TICKS, N * now);
   check_pair(announcement, sequence % 2, sequence)
 }
 
@@ -159,7 +172,7 @@ inline exchange(rounds) {
     in[2 * r + SLOT(turn)] = TAG(round);
     turn++;
     tick();
-    await();
+    await(TICKS, N * now);
     check_pair(in, SLOT(turn - 1), TAG(round))
   }
   round = 0
@@ -176,7 +189,7 @@ inline through_slots(chunks) {
     fi;
     turn++;
     tick();
-    await();
+    await(TICKS, N * now);
     if
     :: round > 1 -> check_pair(out, SLOT(turn), TAG(round - 1))
     :: else
@@ -205,27 +218,72 @@ inline take() {
   }
 }
 
+/* Does a rank say that it is gone? Only if not all is done, then, this one gives up. */
+inline ask_who_is_present() {
+  d_step {
+    for (q : 0 .. N - 1) {
+      if :: said[q] -> looked = 1 :: else fi
+    }
+    q = 0
+  };
+  if
+  :: looked != 0 ->
+    looked = 0;
+#ifdef NO_SECOND_LOOK
+    assert(word[PIECES] < pieces); goto lost
+#else
+    if
+    :: word[PIECES] >= pieces -> late = true
+    :: else -> goto lost
+    fi
+#endif
+  :: else
+  fi
+}
+
 inline in_place() {
   memory[r] = WRITING;
   memory[r] = sequence + 1;
   post(false);
+  pieces = pieces + N;
+  late = word[PIECES] >= pieces;
+  if
+  :: !late -> ask_who_is_present()
+  :: else
+  fi;
   for (round : 0 .. N - 1) {  /* its own share first, then what is left of the others' */
-    s = (r + round) % N;
-    take();
     if
-    :: mine ->
-      assert(share[s] != WRITING && share[s] != sequence);
-      share[s] = WRITING;
-      check(memory, sequence);  /* reads and writes it */
-      share[s] = sequence
+    :: !late ->
+      s = (r + round) % N;
+      take();
+      if
+      :: mine ->
+        assert(share[s] != WRITING && share[s] != sequence);
+#ifdef COUNT_TAKEN
+        d_step { word[PIECES]++; last = last || word[PIECES] == pieces };
+#else
+        count++;
+#endif
+        share[s] = WRITING;
+        check(memory, sequence);  /* reads and writes it */
+        share[s] = sequence
+      :: else
+      fi
     :: else
     fi
   }
   round = 0;
   s = 0;
   mine = false;
-  tick();
-  await();
+  d_step { word[PIECES] = word[PIECES] + count; last = last || (count > 0 && word[PIECES] == pieces); count = 0 };
+  reduced[r] = sequence;
+  if
+  :: !late ->
+    ring(PIECES);
+    await(PIECES, pieces)
+  :: else
+  fi;
+  late = false;
   check(share, sequence);
   assert(share[r] == sequence)
 }
@@ -234,8 +292,8 @@ inline in_place() {
 inline mismatch() { post(r != 0) }
 
 proctype Rank(byte r) {
-  byte now, sequence, turn, round, p, q, s, seen, looked;
-  bool mine;
+  byte now, sequence, turn, round, q, s, seen, looked, pieces, count;
+  bool mine, last, late;
   {
 #if SCENARIO == 1
     small(); small(); small()
@@ -247,13 +305,15 @@ proctype Rank(byte r) {
     in_place(); in_place(); small()
 #elif SCENARIO == 5
     mismatch(); small(); through_slots(1)
+#elif SCENARIO == 6
+    in_place()
 #endif
     ;
 #ifdef STAYS
     goto finished;
 #endif
 lost: skip;
-    d_step { gone[r] = true; wake() };
+    d_step { said[r] = true; gone[r] = true; wake(TICKS); wake(PIECES) };
 finished: skip
   } unless { dead[r] }
 }

@@ -1,9 +1,9 @@
 """Checks the protocol of csrc by trying every interleaving of its ranks, for small programs.
 
-A rank is a list of steps, each as large as one access to shared memory. Almost nothing in shared
-memory has two writers, so what it holds follows from how far its owner is, and the state of the
-whole is where each rank stands, and which shares of a reduction in place it has taken. `explore`
-visits all of them and fails on the first in which
+A rank is a list of steps, each as large as one access to shared memory. What shared memory holds
+follows from how far each rank is, also the two words that they all count up, ticks and pieces; so
+the state of the whole is where each rank stands, and which shares of a reduction in place it has
+taken. `explore` visits all of them and fails on the first in which
 
 - a rank finds in a slot anything but the data of its collective, written to the end, when it begins
   to read or when it ends (so nobody writes what another reads, or reads too early or too late),
@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 WRITING = "being written"
+TICKS, PIECES = "ticks", "pieces"  # the words that ranks wait on
 
 # ------------------------------------------------------------------------------- what ranks do
 
@@ -35,9 +36,12 @@ class Variant:
     announcements: int = 2
     awaits_rounds: bool = True  # of an exchange
     awaits_chunks: bool = True  # of a reduction through slots
-    announces_end: bool = True  # of a reduction in place
+    awaits_pieces: bool = True  # of a reduction in place
     takes_at_once: bool = True  # a share of it: looks and takes in one step
+    counts_what_is_done: bool = True  # and not what is taken
+    asks_again: bool = True  # whether all is done, when a rank has left
     all_take_a_turn: bool = True  # also where ranks disagree
+    counts_before_clock: bool = True
     wakes: bool = True
     wakes_after_tick: bool = True
     sleeps_only_on_seen: bool = True
@@ -72,11 +76,14 @@ class Program:
 
     def tick(self) -> None:
         self.clock += 1
-        steps = [("tick",), ("ring",)]
-        self.steps += steps if self.variant.wakes_after_tick else steps[::-1]
+        steps = [("count", self.clock), ("clock",)]
+        if not self.variant.counts_before_clock:
+            steps.reverse()
+        steps.insert(len(steps) if self.variant.wakes_after_tick else 0, ("ring", TICKS))
+        self.steps += steps
 
     def wait(self) -> None:
-        self.steps.append(("await", self.clock))
+        self.steps.append(("await", TICKS, self.clock))
 
     def post(self, kind: Callable[[int], str], slot: str | None = None) -> None:
         """Announce the next collective; kinds may differ, and are what each rank takes it for."""
@@ -157,11 +164,15 @@ class Program:
         number = self.sequence
         if new:  # memory that was never seen: all tell whether they could map it
             self._rounds(1)
-        for i in range(self.world):  # its own share first, then what is left of the others'
-            self._reduce_share((self.rank + i) % self.world)
-        self.tick()
-        if self.variant.announces_end:
-            self.wait()
+        # If all is done already, it goes on behind the last of these: four steps for each share.
+        shares = [(self.rank + i) % self.world for i in range(self.world)]  # its own share first
+        length = sum(4 if self.variant.takes_at_once else 5 for _ in shares)
+        self.steps += [("done?", number, length + 2), ("present?", number, length + 1)]
+        for share in shares:
+            self._reduce_share(share)
+        self.steps += [("tell", number), ("reduced", number), ("ring", PIECES)]
+        if self.variant.awaits_pieces:
+            self.steps.append(("await", PIECES, number))
         self.steps.append(("all done", number))
 
     def _reduce_share(self, share: int) -> None:
@@ -199,15 +210,19 @@ OPS: dict[str, Callable[[Program], None]] = {
 # ------------------------------------------------------------------------------- all interleavings
 
 ALIVE, IDLE, DEAD, LEFT, LOST = range(5)  # from DEAD on a rank is gone
-LOAD, LOOK, JUDGE, ADD, SLEEP, ASLEEP, SUBTRACT = range(7)  # of a wait, see sync.cc and members.cc
+# Of a wait, see sync.cc and members.cc.
+LOAD, LOOK, JUDGE, AGAIN, ADD, SLEEP, ASLEEP, SUBTRACT = range(8)
+PHASES = ("load", "look", "judge", "again", "add", "sleep", "asleep", "subtract")
 
-# Of a reduction in place: its number, and the shares that a rank has taken and has reduced.
-Shares = tuple[int, int, int]
-NONE: Shares = (0, 0, 0)
+# Of a reduction in place: its number, and the shares that a rank has taken, has reduced, and has told
+# the others of.
+Shares = tuple[int, int, int, int]
+NONE: Shares = (0, 0, 0, 0)
 
-# Where a rank stands: its next step; and in a wait for whom, what next, the clock that it saw, and
-# who was gone when it looked; whether it lives, and its shares.
-Stand = tuple[int, int, int, int, int, int, Shares]
+# Where a rank stands: its next step; in a wait what next, the word that it saw (and after it has
+# counted, whether it was the last), and who was gone when it looked; whether it lives, its shares.
+Stand = tuple[int, int, int, int, int, Shares]
+AT, PHASE, SEEN, GONE, LIFE, SHARES = range(6)
 
 
 class ProtocolError(AssertionError):
@@ -229,7 +244,7 @@ class Checker:
         self.world = world
         self.variant = variant
         self.victim = victim  # may be killed at any time
-        self.steps, self.clocks, self.contents = [], [], []
+        self.steps, self.counts, self.clocks, self.reduced, self.contents = [], [], [], [], []
         names = list(ops)
         for rank in range(world):
             program = Program(rank, world, variant)
@@ -239,24 +254,32 @@ class Checker:
             self._tabulate(self.steps[-1])
 
     def _tabulate(self, steps: list[tuple]) -> None:
-        """What a rank's clock and slots are before each of its steps."""
-        clock, slots = 0, {}
-        clocks, contents = [0], [{}]
+        """What a rank has written of its own before each of its steps."""
+        count, clock, reduced, slots = 0, 0, 0, {}
+        counts, clocks, numbers, contents = [0], [0], [0], [{}]
         for step in steps:
-            if step[0] == "tick":
+            if step[0] == "count":
+                count += 1
+            elif step[0] == "clock":
                 clock += 1
+            elif step[0] == "reduced":
+                reduced = step[1]
             elif step[0] == "begin":
                 slots = slots | dict.fromkeys(step[1], WRITING)
             elif step[0] == "end":
                 slots = slots | dict(step[1])
+            counts.append(count)
             clocks.append(clock)
+            numbers.append(reduced)
             contents.append(slots)
+        self.counts.append(counts)
         self.clocks.append(clocks)
+        self.reduced.append(numbers)
         self.contents.append(contents)
 
     def explore(self) -> int:
         """Visit all states; how many there are."""
-        start: tuple[Stand, ...] = tuple((0, 0, LOAD, 0, 0, ALIVE, NONE) for _ in range(self.world))
+        start: tuple[Stand, ...] = tuple((0, LOAD, 0, 0, ALIVE, NONE) for _ in range(self.world))
         on_path, finished = {start}, set()
         path = [(start, iter(self._next(start)))]
         try:
@@ -279,153 +302,204 @@ class Checker:
     def _next(self, state: tuple[Stand, ...]) -> list[tuple[Stand, ...]]:
         following = []
         for rank in range(self.world):
-            if state[rank][5] != ALIVE:
+            if state[rank][LIFE] != ALIVE:
                 continue
             after = self._move(state, rank)
             if after is not None:
                 following.append(after)
             if rank == self.victim:
-                following.append(_with(state, rank, (*state[rank][:5], DEAD)))
-        if not following and any(stand[5] == ALIVE for stand in state):
-            waiting = [rank for rank in range(self.world) if state[rank][5] == ALIVE]
+                following.append(_with(state, rank, (*state[rank][:LIFE], DEAD)))
+        if not following and any(stand[LIFE] == ALIVE for stand in state):
+            waiting = [rank for rank in range(self.world) if state[rank][LIFE] == ALIVE]
             raise ProtocolError(f"nobody can go on, and ranks {waiting} have not ended")
         return following
 
     def _move(self, state: tuple[Stand, ...], rank: int) -> tuple[Stand, ...] | None:
-        at = state[rank][0]
+        at = state[rank][AT]
         step = self.steps[rank][at]
         if step[0] == "await":
-            return self._move_in_wait(state, rank, step[1])
+            return self._move_in_wait(state, rank, *step[1:])
+        if step[0] in ("done?", "present?", "look", "take", "done", "tell", "all done"):
+            return self._move_in_place(state, rank, *step)
         if step[0] == "check":
             for peer, tag in step[2]:
-                found = self.contents[peer][state[peer][0]].get(step[1])
+                found = self.contents[peer][state[peer][AT]].get(step[1])
                 if found != tag:
                     raise ProtocolError(
                         f"rank {rank} reads {step[1]} of rank {peer} and finds {found}, not {tag}"
                     )
-        if step[0] in ("look", "take", "done", "all done"):
-            return self._move_in_place(state, rank, *step)
         if step[0] == "leave":
-            state = self._wake(state, rank)
-            return _with(state, rank, (at, 0, LOAD, 0, 0, LEFT))
+            state = self._wake(self._wake(state, TICKS), PIECES)
+            return _with(state, rank, (at, LOAD, 0, 0, LEFT))
         if step[0] == "idle":
-            return _with(state, rank, (at, 0, LOAD, 0, 0, IDLE))
-        if step[0] == "ring" and self.variant.wakes and self._has_sleepers(state, rank):
-            state = self._wake(state, rank)
-        return _with(state, rank, (at + 1, 0, LOAD, 0, 0, ALIVE))
+            return _with(state, rank, (at, LOAD, 0, 0, IDLE))
+        was_last = 0
+        if step[0] == "count":
+            was_last = int(self._word(state, TICKS) + 1 == step[1] * self.world)
+        elif step[0] in ("clock", "reduced"):
+            was_last = state[rank][SEEN]
+        elif step[0] == "ring":
+            rings = state[rank][SEEN] or not self.variant.wakes_after_tick
+            if rings and self.variant.wakes and self._has_sleepers(state, step[1]):
+                state = self._wake(state, step[1])
+        return _with(state, rank, (at + 1, LOAD, was_last, 0, ALIVE))
 
     def _move_in_place(
         self, state: tuple[Stand, ...], rank: int, what: str, *facts: int
     ) -> tuple[Stand, ...]:
-        at = state[rank][0]
+        at = state[rank][AT]
+        if what == "done?":
+            number, length = facts
+            goes_on = length if self._is_reached(state, PIECES, number) else 1
+            return _with(state, rank, (at + goes_on, LOAD, 0, 0, ALIVE))
+        if what == "present?":
+            return self._ask_who_is_present(state, rank, *facts)
         if what == "all done":
             for share in range(self.world):
                 if not self._is_in(state, 2, share, facts[0]):
                     raise ProtocolError(f"rank {rank} finds that share {share} is not reduced")
-            return _with(state, rank, (at + 1, 0, LOAD, 0, 0, ALIVE))
+            return _with(state, rank, (at + 1, LOAD, 0, 0, ALIVE))
+        if what == "tell":
+            of, taken, done, _ = state[rank][SHARES]
+            if of != facts[0] or not done:
+                return _with(state, rank, (at + 1, LOAD, 0, 0, ALIVE))
+            after = _with(state, rank, (at + 1, LOAD, 0, 0, ALIVE, (of, taken, done, done)))
+            was_last = int(self._is_reached(after, PIECES, of))
+            return _with(after, rank, (at + 1, LOAD, was_last, 0, ALIVE))
         share, number, *rest = facts
         if what != "done" and self._is_in(state, 1, share, number):
             if what == "take" and not self.variant.takes_at_once:
                 raise ProtocolError(f"rank {rank} reduces share {share}, which another has taken")
-            return _with(state, rank, (at + rest[0], 0, LOAD, 0, 0, ALIVE))
-        of, taken, done = state[rank][6]
+            return _with(state, rank, (at + rest[0], LOAD, 0, 0, ALIVE))
+        of, taken, done, told = state[rank][SHARES]
         if of != number:
-            taken = done = 0
+            taken = done = told = 0
         if what == "take":
             taken |= 1 << share
         elif what == "done":
             done |= 1 << share
-        return _with(state, rank, (at + 1, 0, LOAD, 0, 0, ALIVE, (number, taken, done)))
+        return _with(state, rank, (at + 1, LOAD, 0, 0, ALIVE, (number, taken, done, told)))
+
+    def _ask_who_is_present(
+        self, state: tuple[Stand, ...], rank: int, number: int, length: int
+    ) -> tuple[Stand, ...]:
+        """Does a rank say that it is gone? Only if not all is done, then, this rank gives up."""
+        at, phase, *_ = state[rank]
+        if phase == LOAD:
+            if not self._mask(state, lambda peer: state[peer][LIFE] > DEAD):
+                return _with(state, rank, (at + 1, LOAD, 0, 0, ALIVE))
+            return _with(state, rank, (at, JUDGE, 0, 0, ALIVE))
+        if self._is_reached(state, PIECES, number):
+            if not self.variant.asks_again:
+                raise ProtocolError(f"rank {rank} takes a rank for lost, but all was done")
+            return _with(state, rank, (at + length, LOAD, 0, 0, ALIVE))
+        return self._give_up(state, rank)
 
     def _is_in(self, state: tuple[Stand, ...], which: int, share: int, number: int) -> bool:
-        """Has any rank taken (1) or reduced (2) that share of that collective?"""
-        return any(stand[6][0] == number and stand[6][which] >> share & 1 for stand in state)
+        """Has any rank taken (1), reduced (2) or told of (3) that share of that collective?"""
+        return any(
+            stand[SHARES][0] == number and stand[SHARES][which] >> share & 1 for stand in state
+        )
+
+    def _word(self, state: tuple[Stand, ...], word: str) -> int:
+        """What ranks wait on. Of pieces, which follow one another, the last collective counts."""
+        if word == TICKS:
+            return sum(self.counts[rank][stand[AT]] for rank, stand in enumerate(state))
+        number = max(stand[SHARES][0] for stand in state)
+        which = 3 if self.variant.counts_what_is_done else 1
+        return number * 8 + sum(self._is_in(state, which, each, number) for each in range(self.world))
+
+    def _is_reached(self, state: tuple[Stand, ...], word: str, goal: int) -> bool:
+        if word == TICKS:
+            return self._word(state, TICKS) >= goal * self.world
+        return self._word(state, PIECES) >= goal * 8 + self.world
+
+    def _has_come(self, state: tuple[Stand, ...], peer: int, word: str, goal: int) -> bool:
+        own = self.clocks if word == TICKS else self.reduced
+        return own[peer][state[peer][AT]] >= goal
 
     def _move_in_wait(
-        self, state: tuple[Stand, ...], rank: int, tick: int
+        self, state: tuple[Stand, ...], rank: int, word: str, goal: int
     ) -> tuple[Stand, ...] | None:
-        at, index, phase, seen, gone, _, _ = state[rank]
-        if index == self.world or (index == self.world - 1 and index == rank):
-            return _with(state, rank, (at + 1, 0, LOAD, 0, 0, ALIVE))
-        if index == rank:
-            index += 1
-        clock = self.clocks[index][state[index][0]]
+        at, phase, seen, gone, _, _ = state[rank]
+
+        def the_gone() -> int:
+            return self._mask(state, lambda peer: state[peer][LIFE] >= DEAD)
+
+        def the_missing() -> int:
+            return self._mask(state, lambda peer: not self._has_come(state, peer, word, goal))
+
         if phase == LOAD:
-            if clock >= tick:
-                after = (at, index + 1, LOAD, 0, 0, ALIVE)
-            elif self.variant.looks_for_the_gone:
-                after = (at, index, LOOK, clock, 0, ALIVE)
-            else:
-                after = (at, index, ADD, clock, 0, ALIVE)
+            if self._is_reached(state, word, goal):
+                return _with(state, rank, (at + 1, LOAD, 0, 0, ALIVE))
+            following = LOOK if self.variant.looks_for_the_gone else ADD
+            after = (at, following, self._word(state, word), 0, ALIVE)
         elif phase == LOOK:
-            if self.variant.looks_for_the_gone_first:
-                found = self._mask(state, lambda peer: state[peer][5] >= DEAD)
-            else:
-                found = self._mask(state, lambda peer: not self._reached(state, peer, tick))
-            after = (at, index, JUDGE, seen, found, ALIVE)
+            first = the_gone if self.variant.looks_for_the_gone_first else the_missing
+            after = (at, JUDGE, seen, first(), ALIVE)
         elif phase == JUDGE:
-            if self.variant.looks_for_the_gone_first:
-                found = gone & self._mask(state, lambda peer: not self._reached(state, peer, tick))
-            else:
-                found = gone & self._mask(state, lambda peer: state[peer][5] >= DEAD)
-            if found:
-                return self._give_up(state, rank, tick, found)
-            after = (at, index, ADD, seen, 0, ALIVE)
+            second = the_missing if self.variant.looks_for_the_gone_first else the_gone
+            found = gone & second()
+            after = (at, AGAIN if found else ADD, seen, found, ALIVE)
+        elif phase == AGAIN:  # it may have come to the goal without who is gone
+            if not self._is_reached(state, word, goal):
+                for peer in range(self.world):
+                    if gone >> peer & 1 and self._has_come(state, peer, word, goal):
+                        raise ProtocolError(f"rank {rank} takes rank {peer} for lost, which had come")
+                return self._give_up(state, rank)
+            after = (at + 1, LOAD, 0, 0, ALIVE)
         elif phase == ADD:
-            after = (at, index, SLEEP, seen, 0, ALIVE)
+            after = (at, SLEEP, seen, 0, ALIVE)
         elif phase == SLEEP:  # the kernel compares and goes to sleep in one step
-            sleeps = clock == seen or not self.variant.sleeps_only_on_seen
-            after = (at, index, ASLEEP if sleeps else SUBTRACT, seen, 0, ALIVE)
+            sleeps = self._word(state, word) == seen or not self.variant.sleeps_only_on_seen
+            after = (at, ASLEEP if sleeps else SUBTRACT, seen, 0, ALIVE)
         elif phase == ASLEEP:
             # It also wakes after a while by itself. That has to matter only if a rank is gone: one
-            # that it needs, or one that died between its tick and the ring.
-            def is_of_use(peer: int) -> bool:
-                is_missed = not self._reached(state, peer, tick)
-                return state[peer][5] >= DEAD and (is_missed or (peer == index and clock != seen))
-
-            if not self._mask(state, is_of_use):
+            # that it needs, or one that died between its count and the ring.
+            if not the_gone() & the_missing() and not (
+                the_gone() and self._is_reached(state, word, goal)
+            ):
                 return None
-            after = (at, index, SUBTRACT, seen, 0, ALIVE)
+            after = (at, SUBTRACT, seen, 0, ALIVE)
         else:
-            after = (at, index, LOAD, 0, 0, ALIVE)
+            after = (at, LOAD, 0, 0, ALIVE)
         return _with(state, rank, after)
 
-    def _give_up(
-        self, state: tuple[Stand, ...], rank: int, tick: int, found: int
-    ) -> tuple[Stand, ...]:
-        for peer in range(self.world):
-            if found >> peer & 1 and self._reached(state, peer, tick):
-                raise ProtocolError(f"rank {rank} takes rank {peer} for lost, which had come")
-        state = self._wake(state, rank)
-        return _with(state, rank, (*state[rank][:5], LOST))
-
-    def _reached(self, state: tuple[Stand, ...], peer: int, tick: int) -> bool:
-        return self.clocks[peer][state[peer][0]] >= tick
+    def _give_up(self, state: tuple[Stand, ...], rank: int) -> tuple[Stand, ...]:
+        state = self._wake(self._wake(state, TICKS), PIECES)
+        return _with(state, rank, (*state[rank][:LIFE], LOST))
 
     def _mask(self, state: tuple[Stand, ...], is_in: Callable[[int], bool]) -> int:
         return sum(1 << peer for peer in range(self.world) if is_in(peer))
 
-    def _has_sleepers(self, state: tuple[Stand, ...], rank: int) -> bool:
-        """Is the count of those who (are about to) sleep on this rank's clock not 0?"""
+    def _waits_on(self, rank: int, stand: Stand) -> str | None:
+        step = self.steps[rank][stand[AT]]
+        return step[1] if step[0] == "await" else None
+
+    def _has_sleepers(self, state: tuple[Stand, ...], word: str) -> bool:
+        """Is the count of those who (are about to) sleep on the word not 0?"""
         return any(
-            stand[1] == rank and stand[2] in (SLEEP, ASLEEP, SUBTRACT) for stand in state
+            stand[PHASE] in (SLEEP, ASLEEP, SUBTRACT) and self._waits_on(rank, stand) == word
+            for rank, stand in enumerate(state)
         )  # a dead one's too: it stays counted
 
-    def _wake(self, state: tuple[Stand, ...], rank: int) -> tuple[Stand, ...]:
+    def _wake(self, state: tuple[Stand, ...], word: str) -> tuple[Stand, ...]:
         return tuple(
-            (*stand[:2], SUBTRACT, *stand[3:])
-            if stand[1] == rank and stand[2] == ASLEEP and stand[5] == ALIVE
+            (stand[AT], SUBTRACT, *stand[SEEN:])
+            if stand[PHASE] == ASLEEP
+            and stand[LIFE] == ALIVE
+            and self._waits_on(rank, stand) == word
             else stand
-            for stand in state
+            for rank, stand in enumerate(state)
         )
 
     def _trace(self, path: list) -> str:
         lines = []
         for (before, _), (after, _) in pairwise(path[-30:]):
             rank = next(r for r in range(self.world) if before[r] != after[r])
-            phase = ["load", "look", "judge", "add", "sleep", "asleep", "subtract"][before[rank][2]]
+            phase = PHASES[before[rank][PHASE]]
             step = self.steps[rank][before[rank][0]]
-            fate = ["", " ends", " dies", " leaves", " gives up"][after[rank][5]]
+            fate = ["", " ends", " dies", " leaves", " gives up"][after[rank][LIFE]]
             lines.append(f"  rank {rank}: {step} {phase if step[0] == 'await' else ''}{fate}")
         return "\n".join(lines)
 

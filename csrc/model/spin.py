@@ -18,14 +18,17 @@ SCENARIOS = {
     3: "exchanges",
     4: "in place",
     5: "disagreement, through slots",
+    6: "one in place",
 }
 MISTAKES = {  # and what they are found in
     "ONE_SLOT": {"SCENARIO": 1},
     "NO_WAKE": {"SCENARIO": 1, "STAYS": 1},
     "NO_RECHECK": {"SCENARIO": 1, "STAYS": 1},
     "NO_LOOK": {"SCENARIO": 1, "VICTIM": 0, "for_ever": True},
-    "CLOCK_FIRST": {"SCENARIO": 1},
+    "CLOCK_FIRST": {"SCENARIO": 1, "VICTIM": 0},
     "TAKEN_TWICE": {"SCENARIO": 4},
+    "COUNT_TAKEN": {"SCENARIO": 4},
+    "NO_SECOND_LOOK": {"SCENARIO": 6},
 }
 
 
