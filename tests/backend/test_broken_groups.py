@@ -102,28 +102,39 @@ def test_a_rank_that_goes_on_after_the_deadline_learns_what_it_missed(nursery: N
     assert second - first < SOON
 
 
-def test_the_share_of_a_stopped_rank_is_reduced_by_the_others(nursery: Nursery) -> None:
+@pytest.mark.parametrize("leaves", [False, True])
+def test_the_share_of_a_stopped_rank_is_reduced_by_the_others(
+    nursery: Nursery, leaves: bool
+) -> None:
     def run(rank: int, world: int) -> Any:
         tensor = dist.group.WORLD.symmetric_empty(300_000, torch.float32)
+        stopped = dist.group.WORLD.members[1].pid
         dist.all_reduce(tensor.fill_(0.0))  # all have mapped it by now
         tensor.fill_(rank + 1.0)
         dist.barrier()
         if rank == 1:
             _native.signal_at(_native.Phase.ARRIVED, 1, signal.SIGSTOP)
-            dist.all_reduce(tensor)
-        else:
-            work = dist.all_reduce(tensor, async_op=True)
-            stopped = dist.group.WORLD.members[1].pid
-            deadline = time.monotonic() + 5 * SOON
-            while not (state_of(stopped) == "T" and torch.all(tensor == 3.0)):
-                assert not work.is_completed()  # the stopped rank still has to say that it is done
-                assert time.monotonic() < deadline, tensor
-            os.kill(stopped, signal.SIGCONT)
-            work.wait()
+        dist.all_reduce(tensor)
         assert torch.all(tensor == 3.0)
+        if rank == 0:
+            await_state(stopped, "T")
+            tensor.fill_(5.0)  # who comes late leaves it alone
+        if rank == 0 and leaves:
+            dist.destroy_process_group()
+        if rank == 0:
+            os.kill(stopped, signal.SIGCONT)
+        if not leaves:
+            dist.barrier()
+        assert torch.all(tensor == (5.0 if rank == 0 else 3.0))
 
     for ending in nursery.run(run):
         ending.unwrap()
+
+
+def await_state(pid: int, state: str) -> None:
+    deadline = time.monotonic() + 5 * SOON
+    while state_of(pid) != state:
+        assert time.monotonic() < deadline, state_of(pid)
 
 
 def test_a_message_that_does_not_come_is_missed_at_the_deadline(nursery: Nursery) -> None:
