@@ -41,6 +41,18 @@ class Branches(nn.Module):
         return x
 
 
+def small() -> nn.Module:
+    return nn.Linear(4, 2)
+
+
+def frozen() -> nn.Module:
+    return small().requires_grad_(False)
+
+
+def mixed_devices() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+
+
 def batch(rank: int, step: int = 0, rows: int = 3, width: int = 4) -> Tensor:
     """The same for the same rank and step, different for others."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -119,8 +131,11 @@ __all__ = [
     "batch",
     "both_kinds",
     "caught",
+    "frozen",
     "gradients",
     "gradsync",
+    "mixed_devices",
     "quiet",
+    "small",
     "weights",
 ]

@@ -9,7 +9,6 @@ fired when the backward ends was not used on this rank. Its buckets launch then,
 every rank alike, and the trailer of the last one tells what was used elsewhere.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -19,12 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.autograd.profiler import record_function
-from torch.nn import Parameter
 
 from gradsync.ddp import messages
 from gradsync.ddp.autograd import (
     EndOfBackward,
-    GradientWatch,
     accumulates,
     backward_number,
     in_backward,
@@ -42,7 +39,6 @@ from gradsync.ddp.distributed_autograd import (
     errors_logged,
     log,
 )
-from gradsync.ddp.layout import ReducerOptions
 from gradsync.ddp.phase import BACKWARD_RUNS, Phase
 from gradsync.ddp.reducer_base import ReducerBase
 from gradsync.ddp.rollcall import Incident
@@ -66,32 +62,6 @@ class Reducer(ReducerBase):
     reduced or not.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[tuple[str, Parameter]],
-        sparse: Sequence[bool],
-        group: dist.ProcessGroup,
-        options: ReducerOptions,
-        *,
-        static_graph: bool = False,
-    ) -> None:
-        super().__init__(parameters, sparse, group, options, static_graph=static_graph)
-        self.on_backward_end: Callable[[], None] | None = None
-        self.also_wait_for: list[torch.futures.Future[object]] = []  # at the end of this step
-        self.buckets_reduced = 0  # in the last step
-        # of this step
-        self._awaited = 0  # gradients to come, where that is known
-        self._ends_locally = False  # on_backward_end is scheduled
-        self._backward = -1  # its number, under distributed autograd
-        self._lock = threading.Lock()  # for gradients that several threads bring
-        self._in_no_context = threading.Event()  # no step of distributed autograd is under way
-        self._in_no_context.set()
-        # of the last forward that armed us
-        self._outputs_seen = False
-        self._context: int | None = None  # of distributed autograd
-        self._placeholders: Placeholders | None = None
-        self.watch()
-
     # ---------------------------------------------------------------- parameters and group
 
     def reset(self, group: dist.ProcessGroup) -> None:
@@ -113,11 +83,6 @@ class Reducer(ReducerBase):
         for slot in self.slots:
             slot.used_unsynced = slot.param in unsynced
         old.remove_hooks()
-
-    def watch(self) -> None:
-        """Notice gradients; to be called again when parameters have got new autograd nodes."""
-        self.remove_hooks()
-        self._watches = [GradientWatch(slot.param, self._hook(slot)) for slot in self.slots]
 
     # ---------------------------------------------------------------- forward
 

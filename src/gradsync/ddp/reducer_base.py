@@ -1,6 +1,8 @@
 """A reducer between steps: its parameters, buckets and group, and what it has learned of them."""
 
-from collections.abc import Mapping, Sequence
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from gradsync.ddp.bucket import Bucket, Slot
 from gradsync.ddp.clock import StepClock
 from gradsync.ddp.collectives import broadcast, wait
 from gradsync.ddp.comm_hook import BuiltinHook, CommHook, GradBucket, Hook, sum_hook
+from gradsync.ddp.distributed_autograd import Placeholders
 from gradsync.ddp.layout import Layout, ReducerOptions
 from gradsync.ddp.phase import Phase
 from gradsync.ddp.report import StepReport
@@ -22,8 +25,8 @@ from gradsync.ddp.verdicts import Verdicts
 from gradsync.errors import StateError
 
 
-class ReducerBase:
-    """Base of ``Reducer``, which runs the steps."""
+class ReducerBase(ABC):
+    """Base of ``Reducer``, which runs the steps; what they keep is set up here."""
 
     def __init__(
         self,
@@ -49,7 +52,21 @@ class ReducerBase:
         self.arrival_order: list[int] = []  # of the last step's gradients
         self.unused: list[Slot] = []  # in the last step, on this rank
         self.last_error: str | None = None
-        self._arrivals: list[Slot] = []  # of this step, in the order of their gradients
+        self.on_backward_end: Callable[[], None] | None = None
+        self.also_wait_for: list[torch.futures.Future[object]] = []  # at the end of this step
+        self.buckets_reduced = 0  # in the last step
+        # of this step
+        self._arrivals: list[Slot] = []  # in the order of their gradients
+        self._awaited = 0  # gradients to come, where that is known
+        self._ends_locally = False  # on_backward_end is scheduled
+        self._backward = -1  # its number, under distributed autograd
+        self._lock = threading.Lock()  # for gradients that several threads bring
+        self._in_no_context = threading.Event()  # no step of distributed autograd is under way
+        self._in_no_context.set()
+        # of the last forward that armed us
+        self._outputs_seen = False
+        self._context: int | None = None  # of distributed autograd
+        self._placeholders: Placeholders | None = None
         # from step to step
         self._order: list[int] | None = None  # of the first step's gradients, for the rebuild
         self._used_anywhere: Sequence[bool] | None = None  # what a static graph uses, once known
@@ -60,6 +77,7 @@ class ReducerBase:
         self._watches: list[GradientWatch] = []
         self._set_group(group)
         self._lay_out()
+        self.watch()
 
     @property
     def static_graph(self) -> bool:
@@ -155,6 +173,15 @@ class ReducerBase:
             slot.fires = 0
         self._arrivals.clear()
         self.queue.arm()
+
+    def watch(self) -> None:
+        """Notice gradients; to be called again when parameters have got new autograd nodes."""
+        self.remove_hooks()
+        self._watches = [GradientWatch(slot.param, self._hook(slot)) for slot in self.slots]
+
+    @abstractmethod
+    def _hook(self, slot: Slot) -> Callable[[object, object], None]:
+        """What is to run when ``slot`` gets a gradient."""
 
     def remove_hooks(self) -> None:
         """Let go of the parameters: no gradient is noticed from now on."""

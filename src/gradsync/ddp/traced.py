@@ -21,7 +21,7 @@ from gradsync.ddp.comm_hook import Hook
 from gradsync.ddp.plan import MIB
 
 if TYPE_CHECKING:
-    from gradsync.ddp.wrapper import DistributedDataParallel
+    from gradsync.ddp.replica import Replica
 
 
 def is_asked_for() -> bool:
@@ -34,7 +34,7 @@ def is_asked_for() -> bool:
 class TracedReduction:
     """Averages each gradient of ``ddp`` where it is accumulated, in place of the reducer."""
 
-    def __init__(self, ddp: "DistributedDataParallel") -> None:
+    def __init__(self, ddp: "Replica") -> None:
         self.hooks: list[tuple[Hook, object]] = []
         self._handles: list[RemovableHandle] = []
         _fuse_collectives(ddp.bucket_bytes_cap)
@@ -44,7 +44,7 @@ class TracedReduction:
         for slot in ddp.reducer.slots:
             self._handles.append(slot.param.register_post_accumulate_grad_hook(hook))
         # Dynamo leaves the forward of the class alone: see [Note: Dynamo and our frames].
-        ddp.forward = MethodType(_forward, ddp.module)  # type: ignore[method-assign]
+        ddp.forward = MethodType(_forward, ddp.module)
 
     def remove(self) -> None:
         """Let go of the parameters."""
@@ -58,7 +58,7 @@ def _forward(module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
 
 
 def _reduce(
-    ddp: "weakref.ref[DistributedDataParallel]",
+    ddp: "weakref.ref[Replica]",
     hooks: list[tuple[Hook, object]],
     group: dist.ProcessGroup,
     divisor: int,

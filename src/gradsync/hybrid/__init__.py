@@ -10,16 +10,9 @@ starts the processes and calls ``train(cluster)`` in each trainer, where
 
 from gradsync.errors import ServerLostError
 from gradsync.hybrid.checkpoint import Progress, load, save
+from gradsync.hybrid.children import Servers, start_servers
 from gradsync.hybrid.cluster import Cluster, current
-from gradsync.hybrid.launch import (
-    RoleFailure,
-    Roles,
-    Servers,
-    local,
-    rank_of,
-    run,
-    start_servers,
-)
+from gradsync.hybrid.launch import RoleFailure, Roles, local, rank_of, run
 from gradsync.hybrid.optimizers import SGD, Adagrad, Adam, RowwiseAdagrad, ServerOptimizer
 from gradsync.hybrid.server import ParameterServer
 from gradsync.hybrid.slow import SlowServerWarning

@@ -5,9 +5,7 @@ process, the role that falls to its rank.
 """
 
 import json
-import multiprocessing
 import os
-import pickle
 import secrets
 import socket
 import tempfile
@@ -17,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal
@@ -27,7 +25,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as meet
 
 from gradsync.errors import ArgumentError, FaultError, ServerLostError
-from gradsync.hybrid import process
+from gradsync.hybrid import children, process
+from gradsync.hybrid.children import START_SECONDS, Servers, process_context, start_servers
 from gradsync.hybrid.cluster import Cluster, Report, Reporter, entered
 from gradsync.hybrid.process import Outcome, TrainerPlan
 from gradsync.hybrid.rpc import RpcTransport, abandon_rpc, serve_rpc, start_rpc, stop_rpc
@@ -35,9 +34,7 @@ from gradsync.hybrid.server import ParameterServer
 from gradsync.hybrid.sockets import Address, Listener, SocketTransport
 from gradsync.hybrid.transport import Message, Peer, Transport
 
-_START = 120.0  # seconds for a process to begin
 _LOOK = 0.1  # seconds between two looks whether the trainers are done
-_GRACE = 5.0  # seconds for the other trainers to fail for reasons of their own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +95,7 @@ def run(
     roles: Roles,
     *,
     args: Sequence[Any] = (),
-    servers: "Servers | None" = None,
+    servers: Servers | None = None,
     on_report: Report | None = None,
     backend: str = "gloo",
     timeout: float = 60.0,
@@ -203,68 +200,6 @@ class _Settings:
 # ------------------------------------------------------------------------------ on this machine
 
 
-class Servers:
-    """Servers in processes of their own; made by ``start_servers``.
-
-    >>> from gradsync import hybrid
-    >>> with hybrid.start_servers(1) as servers:
-    ...     list(servers.addresses)
-    ['server0']
-    """
-
-    def __init__(self, processes: dict[str, BaseProcess], pipes: dict[str, Connection]) -> None:
-        self._processes, self._pipes = processes, pipes
-        self.addresses: dict[str, Address] = {}
-        for name, pipe in pipes.items():
-            if not pipe.poll(_START):
-                self.close()
-                raise FaultError(f"{name} did not start within {_START:g} s.")
-            try:
-                self.addresses[name] = pipe.recv()
-            except EOFError:
-                self.close()
-                raise FaultError(f"{name} ended before it could serve.") from None
-
-    @property
-    def pids(self) -> dict[str, int]:
-        """The process id of each server."""
-        return {name: address.pid for name, address in self.addresses.items()}
-
-    def close(self) -> None:
-        """End the servers."""
-        for pipe in self._pipes.values():
-            pipe.close()
-        deadline = time.monotonic() + 5.0
-        for each in self._processes.values():
-            _end(each, deadline)
-
-    def __enter__(self) -> "Servers":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def start_servers(servers: int = 1, *, start_method: str = "forkserver") -> Servers:
-    """Start servers that several runs can use, one after the other.
-
-    They keep their tables when trainers end, well or not: the next ``run(…, servers=…)`` finds
-    them as they were left.
-
-    >>> from gradsync import hybrid
-    >>> with hybrid.start_servers(1) as servers:
-    ...     hybrid.run(hybrid.Roles(trainer=hybrid.rank_of), servers=servers)
-    [0]
-    """
-    context = process_context(start_method)
-    token = secrets.token_hex(16)
-    processes, pipes = {}, {}
-    for at in range(servers):
-        name = f"server{at}"
-        pipes[name], processes[name] = _start(context, name, process.serve, name, token)
-    return Servers(processes, pipes)
-
-
 def _run_trainers(
     roles: Roles,
     args: tuple[Any, ...],
@@ -281,7 +216,7 @@ def _run_trainers(
             stack.callback(listener.close)
         pipes: dict[str, Connection] = {}
         processes: dict[str, BaseProcess] = {}
-        stack.callback(_end_all, processes)
+        stack.callback(children.end_all, processes)
         for rank in range(roles.trainers):
             plan = TrainerPlan(
                 rank=rank,
@@ -295,11 +230,11 @@ def _run_trainers(
                 slow_after=settings.slow_after,
             )
             name = f"trainer{rank}"
-            pipes[name], processes[name] = _start(
+            pipes[name], processes[name] = children.start(
                 context, name, process.train, roles.trainer, args, plan
             )
         if roles.master is None:
-            outcomes = _collect(pipes, processes)
+            outcomes = children.collect(pipes, processes)
         else:
             outcomes = _with_master(roles.master, roles, servers, settings, pipes, processes)
     return _values(outcomes, servers)
@@ -334,45 +269,11 @@ def _with_master(
 
     thread = threading.Thread(target=play, name="hybrid-master", daemon=True)
     thread.start()
-    outcomes = _collect(pipes, processes)
+    outcomes = children.collect(pipes, processes)
     thread.join(settings.timeout)
     if raised:
         raise RoleFailure(f"master raised {raised[0]!r}", role="master") from raised[0]
     return outcomes
-
-
-def _collect(pipes: dict[str, Connection], processes: dict[str, BaseProcess]) -> dict[str, Outcome]:
-    """What became of the trainers; after the first failure the others have a short time."""
-    outcomes: dict[str, Outcome] = {}
-    by_pipe = {pipe: name for name, pipe in pipes.items()}
-    deadline: float | None = None
-    while len(outcomes) < len(pipes):
-        open_pipes = [pipe for pipe, name in by_pipe.items() if name not in outcomes]
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = wait(open_pipes, left)
-        if not ready:
-            for pipe in open_pipes:
-                name = by_pipe[pipe]
-                processes[name].terminate()
-                text = f"{name} was still running {_GRACE:g} s after the first failure, and ended."
-                outcomes[name] = Outcome(text=text)
-        for ended in ready:
-            assert isinstance(ended, Connection)
-            name = by_pipe[ended]
-            outcomes[name] = _outcome(name, ended, processes[name])
-            if outcomes[name].failed and deadline is None:
-                deadline = time.monotonic() + _GRACE
-    return {name: outcomes[name] for name in pipes}
-
-
-def _outcome(name: str, pipe: Connection, child: BaseProcess) -> Outcome:
-    try:
-        found = pickle.loads(pipe.recv_bytes())
-    except EOFError:
-        child.join(5.0)
-        return Outcome(text=f"{name} died with exit code {child.exitcode}.")
-    assert isinstance(found, Outcome)
-    return found
 
 
 def _values(outcomes: dict[str, Outcome], servers: Servers) -> list[Any]:
@@ -394,44 +295,6 @@ def _reports_to(on_report: Report) -> Callable[[Peer, Message], None]:
     return handle
 
 
-def process_context(start_method: str = "forkserver") -> BaseContext:
-    """How processes are started.
-
-    >>> process_context("spawn").get_start_method()
-    'spawn'
-    """
-    context = multiprocessing.get_context(start_method)
-    if start_method == "forkserver":
-        # Importing torch takes seconds, and so does what a DDP needs of it: once is enough.
-        context.set_forkserver_preload(["gradsync.hybrid", "torch._dynamo"])
-    return context
-
-
-def _start(
-    context: BaseContext, name: str, target: Callable[..., None], *args: Any
-) -> tuple[Connection, BaseProcess]:
-    ours, theirs = context.Pipe()
-    child = context.Process(target=target, args=(*args, theirs), name=name)  # type: ignore[attr-defined]
-    child.start()
-    theirs.close()
-    return ours, child
-
-
-def _end_all(children: dict[str, BaseProcess]) -> None:
-    for each in children.values():
-        _end(each, time.monotonic())
-
-
-def _end(child: BaseProcess, deadline: float) -> None:
-    child.join(max(0.0, deadline - time.monotonic()))
-    if child.is_alive():
-        child.terminate()
-        child.join(2.0)
-    if child.is_alive():
-        child.kill()
-        child.join(5.0)
-
-
 # ------------------------------------------------------------------------------ under torchrun
 
 
@@ -444,7 +307,7 @@ def _play(
             f"these roles need {roles.world} processes ({roles.trainers} trainers, {roles.servers} "
             f"servers{', a master' if roles.master else ''}), and {world} were started."
         )
-    limit = timedelta(seconds=_START)
+    limit = timedelta(seconds=START_SECONDS)
     store, rank, world = next(meet(init_method, rank, world, timeout=limit))
     store.set_timeout(limit)
     store = PrefixStore("gradsync-hybrid", store)
@@ -461,13 +324,13 @@ def _play(
 
 @contextmanager
 def _rpc_running(name: str, rank: int, world: int, store: Store) -> Iterator[None]:
-    start_rpc(name, rank, world, store, timeout=_START)
+    start_rpc(name, rank, world, store, timeout=START_SECONDS)
     try:
         yield
     except BaseException:
         abandon_rpc()  # the others must learn at once that this process has failed
         raise
-    stop_rpc(timeout=_START)
+    stop_rpc(timeout=START_SECONDS)
 
 
 def _play_server(name: str, token: str, store: Store, transport: str) -> None:
