@@ -164,9 +164,9 @@ class Program:
         number = self.sequence
         if new:  # memory that was never seen: all tell whether they could map it
             self._rounds(1)
-        # If all is done already, it goes on behind the last of these: four steps for each share.
         shares = [(self.rank + i) % self.world for i in range(self.world)]  # its own share first
-        length = sum(4 if self.variant.takes_at_once else 5 for _ in shares)
+        # If all is done already, it goes on behind the steps of _reduce_share.
+        length = len(shares) * (4 if self.variant.takes_at_once else 5)
         self.steps += [("done?", number, length + 2), ("present?", number, length + 1)]
         for share in shares:
             self._reduce_share(share)
@@ -214,8 +214,8 @@ ALIVE, IDLE, DEAD, LEFT, LOST = range(5)  # from DEAD on a rank is gone
 LOAD, LOOK, JUDGE, AGAIN, ADD, SLEEP, ASLEEP, SUBTRACT = range(8)
 PHASES = ("load", "look", "judge", "again", "add", "sleep", "asleep", "subtract")
 
-# Of a reduction in place: its number, and the shares that a rank has taken, has reduced, and has told
-# the others of.
+# Of a reduction in place: its number, and the shares that a rank has taken, has reduced, and has
+# told the others of.
 Shares = tuple[int, int, int, int]
 NONE: Shares = (0, 0, 0, 0)
 
@@ -407,7 +407,8 @@ class Checker:
             return sum(self.counts[rank][stand[AT]] for rank, stand in enumerate(state))
         number = max(stand[SHARES][0] for stand in state)
         which = 3 if self.variant.counts_what_is_done else 1
-        return number * 8 + sum(self._is_in(state, which, each, number) for each in range(self.world))
+        shares = [self._is_in(state, which, each, number) for each in range(self.world)]
+        return number * 8 + sum(shares)
 
     def _is_reached(self, state: tuple[Stand, ...], word: str, goal: int) -> bool:
         if word == TICKS:
@@ -445,7 +446,7 @@ class Checker:
             if not self._is_reached(state, word, goal):
                 for peer in range(self.world):
                     if gone >> peer & 1 and self._has_come(state, peer, word, goal):
-                        raise ProtocolError(f"rank {rank} takes rank {peer} for lost, which had come")
+                        raise ProtocolError(f"rank {rank} takes rank {peer} for lost: it had come")
                 return self._give_up(state, rank)
             after = (at + 1, LOAD, 0, 0, ALIVE)
         elif phase == ADD:

@@ -237,7 +237,7 @@ def _run_trainers(
             outcomes = children.collect(pipes, processes)
         else:
             outcomes = _with_master(roles.master, roles, servers, settings, pipes, processes)
-    return _values(outcomes, servers)
+    return _values(outcomes)
 
 
 def _with_master(
@@ -276,7 +276,7 @@ def _with_master(
     return outcomes
 
 
-def _values(outcomes: dict[str, Outcome], servers: Servers) -> list[Any]:
+def _values(outcomes: dict[str, Outcome]) -> list[Any]:
     failed = {name: each for name, each in outcomes.items() if each.failed}
     if not failed:
         return [each.value for each in outcomes.values()]
