@@ -27,9 +27,9 @@ std::size_t chunk_bytes(std::size_t bytes, std::size_t slot_bytes) {
   return std::min(slot_bytes, std::max(kLeast, wanted));
 }
 
-// The part of `count` elements that a rank reduces, cut at cache lines.
+// The part of `count` elements that a rank reduces, cut at cache lines; in place it is done by pieces.
 struct Share {
-  Share(std::size_t count, std::size_t element, int rank, int world) {
+  Share(std::size_t count, std::size_t element, int rank, int world) : piece(kPieceBytes / element) {
     const std::size_t line = 128 / element;
     const std::size_t lines = (count + line - 1) / line;
     const auto at = [&](int r) {
@@ -39,22 +39,26 @@ struct Share {
     begin = at(rank);
     end = at(rank + 1);
   }
+  std::size_t pieces() const { return (end - begin + piece - 1) / piece; }
+  std::size_t piece;  // elements
   std::size_t begin;
   std::size_t end;
 };
 
 // Takes the next piece of a share, each once whoever asks; false if none is left. The word has the
-// number of the collective in front, so that it needs no one to set it back. It orders nothing: what is
-// read was there before the first tick, what is written is read after the second.
+// number of the collective in front, so that it needs no one to set it back. What is read was there before
+// the tick, what is written is read when all pieces are counted; all that it has to order is that who
+// finds a piece taken knows who has begun.
 bool take_piece(std::atomic<std::uint64_t>& taken, std::uint64_t sequence, std::size_t pieces,
                 std::size_t& piece) {
   constexpr int kCountBits = 24;  // 512 GiB in pieces, and 2^40 collectives
   const std::uint64_t none = sequence << kCountBits;
-  std::uint64_t seen = taken.load(std::memory_order_relaxed);
+  std::uint64_t seen = taken.load(std::memory_order_acquire);
   do {
     piece = seen > none ? seen - none : 0;
     if (piece >= pieces) return false;
-  } while (!taken.compare_exchange_weak(seen, none + piece + 1, std::memory_order_relaxed));
+  } while (!taken.compare_exchange_weak(seen, none + piece + 1, std::memory_order_acq_rel,
+                                        std::memory_order_acquire));
   return true;
 }
 
@@ -319,18 +323,21 @@ void Collectives::map_new(Op& op) {
 void Collectives::reduce_in_place(Op& op) {
   const Announcement& a = op.announcement;
   const Errand errand{&a, op.deadline};
-  const int world = members_.world();
-  const std::size_t length = kPieceBytes / size_of(a.dtype);
-  const auto share_of = [&](int rank) { return Share(a.count, size_of(a.dtype), rank, world); };
-  const auto pieces_of = [&](const Share& share) { return (share.end - share.begin + length - 1) / length; };
-  for (int rank = 0; rank < world; ++rank) {
-    pieces_ += static_cast<std::uint32_t>(pieces_of(share_of(rank)));
+  for (int rank = 0; rank < members_.world(); ++rank) {
+    const Share share(a.count, size_of(a.dtype), rank, members_.world());
+    pieces_ += static_cast<std::uint32_t>(share.pieces());
+  }
+  if (!members_.all_done(pieces_) && members_.all_present(errand, pieces_)) {
+    reduce_pieces(op);
+    members_.await_pieces(a.sequence, pieces_, errand, patience_);
   }
   counters_.symmetric.fetch_add(1, std::memory_order_relaxed);
-  if (members_.all_done(pieces_) || !members_.all_present(errand, pieces_)) {
-    return members_.add_pieces(a.sequence, 0, pieces_);
-  }
+}
 
+// Takes pieces as long as there are any, of its own share first, and tells how many it has done.
+void Collectives::reduce_pieces(const Op& op) {
+  const Announcement& a = op.announcement;
+  const int world = members_.world();
   std::array<void*, kMaxRanks> parts;
   for (int rank = 0; rank < world; ++rank) {
     const Announcement& other = members_.announcement(rank, a.sequence);
@@ -340,20 +347,20 @@ void Collectives::reduce_in_place(Op& op) {
   }
   const Reduction reduction{a.dtype, a.op, parts.data(), world, parts.data(), world};
   std::uint32_t done = 0;
+  members_.begin_pieces(a.sequence);
   for (int i = 0; i < world; ++i) {
     const int rank = (members_.rank() + i) % world;
-    const Share share = share_of(rank);
+    const Share share(a.count, size_of(a.dtype), rank, world);
     std::size_t piece;
-    while (take_piece(members_.line(rank).taken, a.sequence, pieces_of(share), piece)) {
+    while (take_piece(members_.line(rank).taken, a.sequence, share.pieces(), piece)) {
       probe(Phase::kTaken);
-      const std::size_t begin = share.begin + piece * length;
-      reduce(reduction, begin, std::min(share.end, begin + length));
+      const std::size_t begin = share.begin + piece * share.piece;
+      reduce(reduction, begin, std::min(share.end, begin + share.piece));
       ++done;
     }
   }
   members_.add_pieces(a.sequence, done, pieces_);
   probe(Phase::kTicked);
-  members_.await_pieces(pieces_, errand, patience_);
 }
 
 // [Note: one tick a chunk] A rank gives the others, chunk by chunk, what they are to reduce, reduces its

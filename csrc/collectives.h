@@ -63,6 +63,7 @@ class Collectives {
   void check_pieces(const Op& op) const;
   void exchange(Op& op);
   void reduce_in_place(Op& op);
+  void reduce_pieces(const Op& op);
   void reduce_through_slots(Op& op);
   bool is_symmetric(Op& op);
   void map_new(Op& op);

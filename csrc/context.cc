@@ -154,10 +154,10 @@ void Context::note_if_broken(const Op& op) {
     std::rethrow_exception(op.error);
   } catch (const PeerLostError& lost) {
     members_.fail(lost.what(), lost.index);
-  } catch (const BrokenError& other) {
+  } catch (const MismatchError&) {
+    return;  // on all ranks alike
+  } catch (const std::exception& other) {  // also out of memory: this rank may have left in the middle
     members_.fail(other.what(), -1);
-  } catch (const std::exception&) {
-    return;
   }
   broken_ = op.error;
 }

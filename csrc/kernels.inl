@@ -107,20 +107,20 @@ void reduce_few(const Reduction& reduction, std::size_t begin, std::size_t end) 
   T* targets[kTargets];
   for (int i = 0; i < kSources; ++i) sources[i] = static_cast<const T*>(reduction.sources[i]);
   for (int i = 0; i < kTargets; ++i) targets[i] = static_cast<T*>(reduction.targets[i]);
-  if constexpr (std::is_floating_point_v<T> && std::is_same_v<Op, Sum>) {
+  if constexpr (std::is_same_v<T, typename E::Compute> && !std::is_integral_v<T> && std::is_same_v<Op, Sum>) {
     typedef T Vector __attribute__((vector_size(kVectorBytes), aligned(alignof(T)), may_alias));
     constexpr int kVectors = 64 / kVectorBytes;
     for (; end - begin >= 64 / sizeof(T); begin += 64 / sizeof(T)) {
       Vector sums[kVectors];
 #pragma GCC unroll 8
       for (int i = 0; i < kSources; ++i) {
-        const auto* line = reinterpret_cast<const Vector*>(sources[i] + begin);
+        const Vector* line = reinterpret_cast<const Vector*>(sources[i] + begin);
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) sums[v] = i == 0 ? line[v] : sums[v] + line[v];
       }
 #pragma GCC unroll 8
       for (int i = 0; i < kTargets; ++i) {
-        auto* line = reinterpret_cast<Vector*>(targets[i] + begin);
+        Vector* line = reinterpret_cast<Vector*>(targets[i] + begin);
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) line[v] = kAverages ? sums[v] * scale : sums[v];
       }
@@ -166,11 +166,12 @@ void reduce_many(const Reduction& reduction, std::size_t begin, std::size_t end)
 // Into one tensor, into that and a slot, or in place.
 template <typename T, typename Op, bool kAverages, int kSources>
 void reduce_few(const Reduction& reduction, std::size_t begin, std::size_t end) {
+  if (reduction.target_count == kSources) {
+    return reduce_few<T, Op, kAverages, kSources, kSources>(reduction, begin, end);
+  }
   switch (reduction.target_count) {
     case 1: return reduce_few<T, Op, kAverages, kSources, 1>(reduction, begin, end);
     case 2: return reduce_few<T, Op, kAverages, kSources, 2>(reduction, begin, end);
-    case kSources > 2 ? kSources : 0:
-      return reduce_few<T, Op, kAverages, kSources, kSources>(reduction, begin, end);
     default: return reduce_many<T, Op, kAverages>(reduction, begin, end);
   }
 }

@@ -53,7 +53,9 @@ struct alignas(kAlignment) Line {
   std::atomic<std::uint64_t> last;      // the number of its last announcement, for messages of others
   char reason[480];                     // kFailed: what it said, written before the state
   alignas(64) Announcement announcements[2];
-  // All-reduce in place: the number of the last one in which this rank has nothing left to do ...
+  // All-reduce in place: the number of the last one in which this rank may have pieces in hand, of the
+  // last in which it has told of all that it had ...
+  std::atomic<std::uint64_t> begun;
   std::atomic<std::uint64_t> reduced;
   // ... and how many pieces of its share are taken, see take_piece.
   alignas(kAlignment) std::atomic<std::uint64_t> taken;

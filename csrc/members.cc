@@ -86,6 +86,10 @@ void Members::await(std::uint32_t tick, const Errand& errand, const Patience& pa
   await(header().ticks, tick * static_cast<std::uint32_t>(world()), has_come, errand, patience);
 }
 
+void Members::begin_pieces(std::uint64_t sequence) {
+  line(rank_).begun.store(sequence, std::memory_order_release);
+}
+
 void Members::add_pieces(std::uint64_t sequence, std::uint32_t pieces, std::uint32_t all) {
   Tally& tally = header().pieces;
   const std::uint32_t before = tally.count.fetch_add(pieces, std::memory_order_seq_cst);
@@ -97,9 +101,13 @@ bool Members::all_done(std::uint32_t all) const {
   return reached(header().pieces.count.load(std::memory_order_acquire), all);
 }
 
-void Members::await_pieces(std::uint32_t all, const Errand& errand, const Patience& patience) {
+// Who waits has found no piece that is not taken, and whoever took one had begun before. So as long as
+// pieces are not done, somebody has begun and has not told.
+void Members::await_pieces(std::uint64_t sequence, std::uint32_t all, const Errand& errand,
+                           const Patience& patience) {
   const auto has_come = [&](int peer) {
-    return line(peer).reduced.load(std::memory_order_acquire) >= errand.announcement->sequence;
+    return line(peer).begun.load(std::memory_order_acquire) < sequence ||
+           line(peer).reduced.load(std::memory_order_acquire) >= sequence;
   };
   await(header().pieces, all, has_come, errand, patience);
 }

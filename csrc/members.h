@@ -38,10 +38,12 @@ class Members {
   void await(std::uint32_t tick, const Errand& errand, const Patience& patience);
 
   // Pieces of work that whoever comes takes, of collective `sequence`. They are done when as many are as
-  // there were to be since the beginning, `all`.
+  // there were to be since the beginning, `all`. Who has not begun is not waited for.
+  void begin_pieces(std::uint64_t sequence);
   void add_pieces(std::uint64_t sequence, std::uint32_t pieces, std::uint32_t all);
   bool all_done(std::uint32_t all) const;
-  void await_pieces(std::uint32_t all, const Errand& errand, const Patience& patience);
+  void await_pieces(std::uint64_t sequence, std::uint32_t all, const Errand& errand,
+                    const Patience& patience);
 
   Announcement& announcement(int rank, std::uint64_t sequence) {
     return line(rank).announcements[sequence & 1];
@@ -73,7 +75,7 @@ class Members {
 
  private:
   void set_state(State state);
-  // Waits until the tally comes to `count`. Of whom `has_come` is false is to blame if it does not.
+  // Waits until the tally comes to `count`. Ranks for which `has_come` is false are to blame if it does not.
   template <typename HasCome>
   void await(Tally& tally, std::uint32_t count, const HasCome& has_come, const Errand& errand,
              const Patience& patience);

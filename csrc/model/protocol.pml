@@ -5,7 +5,8 @@
  *   -DSCENARIO=1  what they run, see the end
  *   -DVICTIM=0    a rank that may be killed at any step
  *   -DSTAYS       ranks do nothing more at the end, instead of leaving
- *   -DONE_SLOT -DNO_WAKE -DNO_RECHECK -DNO_LOOK -DCLOCK_FIRST -DTAKEN_TWICE -DCOUNT_TAKEN -DNO_SECOND_LOOK:
+ *   -DONE_SLOT -DNO_WAKE -DNO_RECHECK -DNO_LOOK -DCLOCK_FIRST -DTAKEN_TWICE -DCOUNT_TAKEN -DNO_BEGIN
+ *   -DNO_SECOND_LOOK:
  *                 mistakes that have to be found
  */
 #ifndef N
@@ -27,7 +28,7 @@
 
 byte word[2], sleepers[2];           /* what all count up and wait on */
 byte asleep[N];                      /* on a word: that + 1, or 0 */
-byte clock[N], reduced[N];           /* how far a rank has come */
+byte clock[N], begun[N], reduced[N]; /* how far a rank has come */
 bool gone[N], dead[N], said[N];      /* left, lost a peer, or died: others see it; all but the last say so */
 byte announcement[2 * N], in[2 * N], out[2 * N], memory[N];
 byte taken[N], share[N];             /* of a reduction in place: its number */
@@ -64,7 +65,8 @@ inline tick() {
   ring(TICKS)
 }
 
-#define COME(q, which) (which == TICKS && clock[q] >= now || which == PIECES && reduced[q] >= sequence)
+#define COME(q, which) ((which == TICKS && clock[q] >= now) || \
+  (which == PIECES && (begun[q] < sequence || reduced[q] >= sequence)))
 
 /* Is there a reason to wake after a while, though nobody rang? Only if a rank is gone: one that has not
  * come, or one that died before it rang. */
@@ -241,6 +243,35 @@ inline ask_who_is_present() {
   fi
 }
 
+inline reduce_pieces() {
+#ifndef NO_BEGIN
+  begun[r] = sequence;
+#endif
+  for (round : 0 .. N - 1) {  /* its own share first, then what is left of the others' */
+    s = (r + round) % N;
+    take();
+    if
+    :: mine ->
+      assert(share[s] != WRITING && share[s] != sequence);
+#ifdef COUNT_TAKEN
+      d_step { word[PIECES]++; last = last || word[PIECES] == pieces };
+#else
+      count++;
+#endif
+      share[s] = WRITING;
+      check(memory, sequence);  /* reads and writes it */
+      share[s] = sequence
+    :: else
+    fi
+  }
+  round = 0;
+  s = 0;
+  mine = false;
+  d_step { word[PIECES] = word[PIECES] + count; last = last || (count > 0 && word[PIECES] == pieces); count = 0 };
+  reduced[r] = sequence;
+  ring(PIECES)
+}
+
 inline in_place() {
   memory[r] = WRITING;
   memory[r] = sequence + 1;
@@ -251,36 +282,8 @@ inline in_place() {
   :: !late -> ask_who_is_present()
   :: else
   fi;
-  for (round : 0 .. N - 1) {  /* its own share first, then what is left of the others' */
-    if
-    :: !late ->
-      s = (r + round) % N;
-      take();
-      if
-      :: mine ->
-        assert(share[s] != WRITING && share[s] != sequence);
-#ifdef COUNT_TAKEN
-        d_step { word[PIECES]++; last = last || word[PIECES] == pieces };
-#else
-        count++;
-#endif
-        share[s] = WRITING;
-        check(memory, sequence);  /* reads and writes it */
-        share[s] = sequence
-      :: else
-      fi
-    :: else
-    fi
-  }
-  round = 0;
-  s = 0;
-  mine = false;
-  d_step { word[PIECES] = word[PIECES] + count; last = last || (count > 0 && word[PIECES] == pieces); count = 0 };
-  reduced[r] = sequence;
   if
-  :: !late ->
-    ring(PIECES);
-    await(PIECES, pieces)
+  :: !late -> reduce_pieces(); await(PIECES, pieces)
   :: else
   fi;
   late = false;

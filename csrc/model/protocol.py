@@ -1,9 +1,9 @@
 """Checks the protocol of csrc by trying every interleaving of its ranks, for small programs.
 
-A rank is a list of steps, each as large as one access to shared memory. What shared memory holds
-follows from how far each rank is, also the two words that they all count up, ticks and pieces; so
-the state of the whole is where each rank stands, and which shares of a reduction in place it has
-taken. `explore` visits all of them and fails on the first in which
+A rank is a list of steps, each as large as one access to shared memory (program.py). What shared
+memory holds follows from how far each rank is, also the two words that they all count up, ticks and
+pieces; so the state of the whole is where each rank stands, and which shares of a reduction in
+place it has taken. `explore` visits all of them and fails on the first in which
 
 - a rank finds in a slot anything but the data of its collective, written to the end, when it begins
   to read or when it ends (so nobody writes what another reads, or reads too early or too late),
@@ -18,194 +18,11 @@ this checks the scenarios below and prints how many states they have: `make mode
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from itertools import pairwise
 
+from program import OPS, PIECES, RIGHT, TICKS, Program, Variant
+
 WRITING = "being written"
-TICKS, PIECES = "ticks", "pieces"  # the words that ranks wait on
-
-# ------------------------------------------------------------------------------- what ranks do
-
-
-@dataclass(frozen=True)
-class Variant:
-    """The protocol, or one with a mistake in it that the checker has to find."""
-
-    in_slots: int = 2
-    out_slots: int = 2
-    announcements: int = 2
-    awaits_rounds: bool = True  # of an exchange
-    awaits_chunks: bool = True  # of a reduction through slots
-    awaits_pieces: bool = True  # of a reduction in place
-    takes_at_once: bool = True  # a share of it: looks and takes in one step
-    counts_what_is_done: bool = True  # and not what is taken
-    asks_again: bool = True  # whether all is done, when a rank has left
-    all_take_a_turn: bool = True  # also where ranks disagree
-    counts_before_clock: bool = True
-    wakes: bool = True
-    wakes_after_tick: bool = True
-    sleeps_only_on_seen: bool = True
-    looks_for_the_gone: bool = True
-    looks_for_the_gone_first: bool = True  # and then at their clocks
-
-
-RIGHT = Variant()
-
-
-@dataclass
-class Program:
-    """The steps of one rank. A step is (what, ...); slots are named by kind and number."""
-
-    rank: int
-    world: int
-    variant: Variant
-    steps: list[tuple] = field(default_factory=list)
-    clock: int = 0
-    turn: int = 0
-    sequence: int = 0
-
-    # Each method is one in collectives.cc.
-
-    def write(self, **tags: object) -> None:
-        slots = {name.replace("_", ""): tag for name, tag in tags.items()}
-        self.steps += [("begin", tuple(slots)), ("end", tuple(slots.items()))]
-
-    def read(self, slot: str, tags: Callable[[int], object]) -> None:
-        expected = tuple((peer, tags(peer)) for peer in range(self.world) if peer != self.rank)
-        self.steps += [("check", slot, expected)] * 2  # as reading begins, and as it ends
-
-    def tick(self) -> None:
-        self.clock += 1
-        steps = [("count", self.clock), ("clock",)]
-        if not self.variant.counts_before_clock:
-            steps.reverse()
-        steps.insert(len(steps) if self.variant.wakes_after_tick else 0, ("ring", TICKS))
-        self.steps += steps
-
-    def wait(self) -> None:
-        self.steps.append(("await", TICKS, self.clock))
-
-    def post(self, kind: Callable[[int], str], slot: str | None = None) -> None:
-        """Announce the next collective; kinds may differ, and are what each rank takes it for."""
-        self.sequence += 1
-        number = self.sequence
-        place = f"announcement{number % self.variant.announcements}"
-        tags: dict[str, object] = {place: (number, kind(self.rank))}
-        if slot is not None:
-            tags[slot] = (number, 0)
-        self.write(**tags)
-        self.tick()
-        self.wait()
-        self.read(place, lambda peer: (number, kind(peer)))
-
-    def next_turn(self) -> int:
-        self.turn += 1
-        return self.turn - 1
-
-    def in_slot(self, turn: int) -> str:
-        return f"in{turn % self.variant.in_slots}"
-
-    def out_slot(self, turn: int) -> str:
-        return f"out{turn % self.variant.out_slots}"
-
-    # Collectives.
-
-    def small(self) -> None:
-        slot = self.in_slot(self.next_turn())
-        self.post(lambda _: "small", slot)
-        number = self.sequence
-        self.read(slot, lambda _: (number, 0))
-
-    def exchange(self, rounds: int) -> None:
-        self.next_turn()
-        self.post(lambda _: "exchange")
-        self._rounds(rounds)
-
-    def all_to_all(self, rounds: int) -> None:
-        """Tells the sizes of its pieces in the slot of the turn that it takes as it is posted."""
-        slot = self.in_slot(self.next_turn())
-        self.post(lambda _: "all_to_all", slot)
-        number = self.sequence
-        self.read(slot, lambda _: (number, 0))
-        self._rounds(rounds)
-
-    def _rounds(self, rounds: int) -> None:
-        number = self.sequence
-        for each in range(1, rounds + 1):
-            slot = self.in_slot(self.next_turn())
-            self.write(**{slot: (number, each)})
-            self.tick()
-            if self.variant.awaits_rounds:
-                self.wait()
-            self.read(slot, lambda _, each=each: (number, each))
-
-    def through_slots(self, chunks: int) -> None:
-        self.next_turn()
-        self.post(lambda _: "through slots")
-        number = self.sequence
-        for chunk in range(1, chunks + 2):
-            turn = self.next_turn()
-            if chunk <= chunks:
-                self.write(**{self.in_slot(turn): (number, chunk)})
-            self.tick()
-            if self.variant.awaits_chunks:
-                self.wait()
-            if chunk > 1:
-                self.read(self.out_slot(turn - 1), lambda _, of=chunk - 1: (number, of))
-            if chunk <= chunks:
-                self.read(self.in_slot(turn), lambda _, of=chunk: (number, of))
-                self.write(**{self.out_slot(turn): (number, chunk)})
-
-    def in_place(self, *, new: bool = False) -> None:
-        """The caller fills its memory, ranks reduce their shares of all memories, it reads."""
-        self.write(memory=self.sequence + 1)
-        self.next_turn()
-        self.post(lambda _: "in place")
-        number = self.sequence
-        if new:  # memory that was never seen: all tell whether they could map it
-            self._rounds(1)
-        shares = [(self.rank + i) % self.world for i in range(self.world)]  # its own share first
-        # If all is done already, it goes on behind the steps of _reduce_share.
-        length = len(shares) * (4 if self.variant.takes_at_once else 5)
-        self.steps += [("done?", number, length + 2), ("present?", number, length + 1)]
-        for share in shares:
-            self._reduce_share(share)
-        self.steps += [("tell", number), ("reduced", number), ("ring", PIECES)]
-        if self.variant.awaits_pieces:
-            self.steps.append(("await", PIECES, number))
-        self.steps.append(("all done", number))
-
-    def _reduce_share(self, share: int) -> None:
-        """Unless another has taken it. A share is one piece here."""
-        number = self.sequence
-        if not self.variant.takes_at_once:
-            self.steps.append(("look", share, number, 5))
-        self.steps.append(("take", share, number, 4))
-        self.read("memory", lambda _: number)  # and writes it: nobody else may touch it meanwhile
-        self.steps.append(("done", share, number))
-
-    def mismatch(self, other: int) -> None:
-        """Rank ``other`` asks for something large, the others for something small: all throw."""
-        is_other = self.rank == other
-        slot = None
-        if not is_other or self.variant.all_take_a_turn:
-            slot = self.in_slot(self.next_turn())
-        self.post(lambda rank: "large" if rank == other else "small", None if is_other else slot)
-
-
-OPS: dict[str, Callable[[Program], None]] = {
-    "small": Program.small,
-    "exchange": lambda program: program.exchange(1),
-    "exchange of 2 rounds": lambda program: program.exchange(2),
-    "all to all": lambda program: program.all_to_all(1),
-    "reduction of 1 chunk": lambda program: program.through_slots(1),
-    "reduction of 2 chunks": lambda program: program.through_slots(2),
-    "reduction of 3 chunks": lambda program: program.through_slots(3),
-    "reduction in place": Program.in_place,
-    "reduction in new memory": lambda program: program.in_place(new=True),
-    "mismatch": lambda program: program.mismatch(0),
-}
-
 
 # ------------------------------------------------------------------------------- all interleavings
 
@@ -244,7 +61,8 @@ class Checker:
         self.world = world
         self.variant = variant
         self.victim = victim  # may be killed at any time
-        self.steps, self.counts, self.clocks, self.reduced, self.contents = [], [], [], [], []
+        self.steps, self.counts, self.clocks, self.contents = [], [], [], []
+        self.begun, self.reduced = [], []  # numbers of reductions in place
         names = list(ops)
         for rank in range(world):
             program = Program(rank, world, variant)
@@ -255,13 +73,15 @@ class Checker:
 
     def _tabulate(self, steps: list[tuple]) -> None:
         """What a rank has written of its own before each of its steps."""
-        count, clock, reduced, slots = 0, 0, 0, {}
-        counts, clocks, numbers, contents = [0], [0], [0], [{}]
+        count, clock, begun, reduced, slots = 0, 0, 0, 0, {}
+        counts, clocks, all_begun, all_reduced, contents = [0], [0], [0], [0], [{}]
         for step in steps:
             if step[0] == "count":
                 count += 1
             elif step[0] == "clock":
                 clock += 1
+            elif step[0] == "begun":
+                begun = step[1]
             elif step[0] == "reduced":
                 reduced = step[1]
             elif step[0] == "begin":
@@ -270,11 +90,13 @@ class Checker:
                 slots = slots | dict(step[1])
             counts.append(count)
             clocks.append(clock)
-            numbers.append(reduced)
+            all_begun.append(begun)
+            all_reduced.append(reduced)
             contents.append(slots)
         self.counts.append(counts)
         self.clocks.append(clocks)
-        self.reduced.append(numbers)
+        self.begun.append(all_begun)
+        self.reduced.append(all_reduced)
         self.contents.append(contents)
 
     def explore(self) -> int:
@@ -416,8 +238,10 @@ class Checker:
         return self._word(state, PIECES) >= goal * 8 + self.world
 
     def _has_come(self, state: tuple[Stand, ...], peer: int, word: str, goal: int) -> bool:
-        own = self.clocks if word == TICKS else self.reduced
-        return own[peer][state[peer][AT]] >= goal
+        at = state[peer][AT]
+        if word == TICKS:
+            return self.clocks[peer][at] >= goal
+        return self.begun[peer][at] < goal or self.reduced[peer][at] >= goal
 
     def _move_in_wait(
         self, state: tuple[Stand, ...], rank: int, word: str, goal: int

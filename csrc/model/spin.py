@@ -28,6 +28,7 @@ MISTAKES = {  # and what they are found in
     "CLOCK_FIRST": {"SCENARIO": 1, "VICTIM": 0},
     "TAKEN_TWICE": {"SCENARIO": 4},
     "COUNT_TAKEN": {"SCENARIO": 4},
+    "NO_BEGIN": {"SCENARIO": 6, "VICTIM": 0},
     "NO_SECOND_LOOK": {"SCENARIO": 6},
 }
 

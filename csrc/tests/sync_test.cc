@@ -67,10 +67,10 @@ TEST(a_sleeper_is_woken_by_a_ring) {
 TEST(who_comes_late_does_not_sleep_and_who_is_not_woken_sleeps_for_its_limit) {
   Word word{1}, sleepers{0};
   auto start = Clock::now();
-  sleep_on(word, 0, sleepers, 20s);  // the word has moved on
+  CHECK(!sleep_on(word, 0, sleepers, 20s));  // the word has moved on
   CHECK(Clock::now() - start < 5s);
   start = Clock::now();
-  sleep_on(word, 1, sleepers, 30ms);
+  CHECK(sleep_on(word, 1, sleepers, 30ms));
   CHECK(Clock::now() - start >= 25ms);
   start = Clock::now();
   sleep_on(word, 1, sleepers, -1s);  // a deadline that has passed
