@@ -127,6 +127,34 @@ def test_of_three_ranks_both_others_name_the_one_that_was_killed(
     kill_in(nursery, "all_reduce, large", phase, ["sync", "", "late"])
 
 
+def test_who_dies_before_it_begins_is_not_missed_though_another_is_slow(nursery: Nursery) -> None:
+    ends = {0: ("ARRIVED", "SIGSTOP"), 1: ("ARRIVED", "SIGKILL"), 2: ("TAKEN", "SIGSTOP")}
+
+    def run(rank: int, world: int) -> Any:
+        tensor = dist.group.WORLD.symmetric_empty(300_000, torch.float32)
+        dist.all_reduce(tensor.fill_(0.0))  # all have mapped it by now
+        tensor.fill_(rank + 1.0)
+        dist.barrier()
+        phase, number = ends[rank]
+        _native.signal_at(getattr(_native.Phase, phase), 1, getattr(signal, number))
+        dist.all_reduce(tensor)
+        assert torch.all(tensor == 6.0)
+        with pytest.raises(PeerLostError, match="rank 1"):
+            dist.barrier()
+
+    with nursery.start(run, 3) as going:
+        for rank in (0, 2):
+            while state_of(going.pids[rank]) != "T":  # the test has a time-out
+                time.sleep(0.01)
+        os.kill(going.pids[0], signal.SIGCONT)
+        time.sleep(0.5)  # in which it looks for the dead, more than once
+        os.kill(going.pids[2], signal.SIGCONT)
+        first, dead, slow = going.endings()
+    assert dead.code == -signal.SIGKILL
+    first.unwrap()
+    slow.unwrap()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [2, 3])
