@@ -38,6 +38,7 @@ class Exchange(LocalWork):
         )
 
     def wait(self) -> None:
+        """Wait for the other rank's, and add it up."""
         for work in self._works:
             work.wait()
         self._mine.add_(self._theirs)
