@@ -305,11 +305,11 @@ proctype Rank(byte r) {
 #elif SCENARIO == 3
     exchange(2); small(); exchange(1)
 #elif SCENARIO == 4
-    in_place(); in_place(); small()
+    in_place(); in_place()
 #elif SCENARIO == 5
     mismatch(); small(); through_slots(1)
 #elif SCENARIO == 6
-    in_place()
+    in_place(); small()
 #endif
     ;
 #ifdef STAYS

@@ -18,7 +18,7 @@ SCENARIOS = {
     3: "exchanges",
     4: "in place",
     5: "disagreement, through slots",
-    6: "one in place",
+    6: "in place, then small",
 }
 MISTAKES = {  # and what they are found in
     "ONE_SLOT": {"SCENARIO": 1},
@@ -29,7 +29,7 @@ MISTAKES = {  # and what they are found in
     "TAKEN_TWICE": {"SCENARIO": 4},
     "COUNT_TAKEN": {"SCENARIO": 4},
     "NO_BEGIN": {"SCENARIO": 6, "VICTIM": 0},
-    "NO_SECOND_LOOK": {"SCENARIO": 6},
+    "NO_SECOND_LOOK": {"SCENARIO": 4},
 }
 
 

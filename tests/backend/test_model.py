@@ -19,7 +19,7 @@ def test_two_ranks_never_read_what_is_not_theirs_and_always_end(name, victim, le
 
 
 THREE = [protocol.SCENARIOS[name] for name in ("small ones", "exchanges", "disagreement")]
-THREE += [("reduction of 2 chunks", "reduction of 1 chunk"), ("reduction in place",) * 2]
+THREE += [("reduction of 2 chunks", "reduction of 1 chunk"), ("reduction in place", "small")]
 
 
 @pytest.mark.parametrize("ops", THREE)
