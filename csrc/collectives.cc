@@ -327,10 +327,9 @@ void Collectives::reduce_in_place(Op& op) {
     const Share share(a.count, size_of(a.dtype), rank, members_.world());
     pieces_ += static_cast<std::uint32_t>(share.pieces());
   }
-  if (!members_.all_done(pieces_) && members_.all_present(errand, pieces_)) {
-    reduce_pieces(op);
-    members_.await_pieces(a.sequence, pieces_, errand, patience_);
-  }
+  if (!members_.all_done(pieces_) && members_.all_present(errand, pieces_)) reduce_pieces(op);
+  probe(Phase::kTicked);
+  members_.await_pieces(a.sequence, pieces_, errand, patience_);
   counters_.symmetric.fetch_add(1, std::memory_order_relaxed);
 }
 
@@ -360,7 +359,6 @@ void Collectives::reduce_pieces(const Op& op) {
     }
   }
   members_.add_pieces(a.sequence, done, pieces_);
-  probe(Phase::kTicked);
 }
 
 // [Note: one tick a chunk] A rank gives the others, chunk by chunk, what they are to reduce, reduces its
