@@ -44,6 +44,11 @@ void wait(Context& context, const std::shared_ptr<Thing>& thing) {
   if (thing->error != nullptr) std::rethrow_exception(thing->error);
 }
 
+void check_reducible(DType dtype, ReduceOp op) {
+  if (can_reduce(dtype, op)) return;
+  throw InvalidError(std::string(name_of(op)) + " is not defined for " + name_of(dtype));
+}
+
 template <typename Pointer>
 std::vector<Pointer> pointers(const std::vector<Address>& addresses) {
   std::vector<Pointer> result;
@@ -61,45 +66,102 @@ struct Handle {
 using OpHandle = Handle<Op>;
 using MessageHandle = Handle<Message>;
 
-// The one that has to be quick: an all-reduce in place, which is waited for here if `waits`.
-std::optional<OpHandle> all_reduce(const std::shared_ptr<Context>& context, Address address,
-                                   std::uint64_t count, int dtype, int op, double seconds,
-                                   bool waits) {
+std::shared_ptr<Op> all_reduce_of(Address address, std::uint64_t count, DType dtype, ReduceOp op,
+                                  double seconds) {
   auto request = std::make_shared<Op>();
   request->announcement.kind = Kind::kAllReduce;
-  request->announcement.dtype = static_cast<DType>(dtype);
-  request->announcement.op = static_cast<ReduceOp>(op);
+  request->announcement.dtype = dtype;
+  request->announcement.op = op;
   request->announcement.count = count;
-  if (!can_reduce(request->announcement.dtype, request->announcement.op)) {
-    throw InvalidError(std::string(name_of(request->announcement.op)) + " is not defined for " +
-                       name_of(request->announcement.dtype));
-  }
   request->sources = {reinterpret_cast<const std::byte*>(address)};
   request->targets = {reinterpret_cast<std::byte*>(address)};
   request->deadline = after(seconds);
-  context->issue(request, !waits);
-  if (!waits) return OpHandle{context, request};
+  return request;
+}
+
+// Issues it and waits for it.
+void run(Context& context, const std::shared_ptr<Op>& request) {
+  context.issue(request, false);
   try {
-    wait(*context, request);
+    wait(context, request);
   } catch (...) {
     if (!request->is_done) {  // interrupted: no handle keeps the tensor, so nobody may use it any more
       py::gil_scoped_release release;
-      context->abort();
-      while (!context->is_done(request)) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      context.abort();
+      while (!context.is_done(request)) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
     throw;
   }
-  return std::nullopt;
 }
+
+// An all-reduce in place of any tensor, which is waited for here if `waits`.
+std::optional<OpHandle> all_reduce(const std::shared_ptr<Context>& context, Address address,
+                                   std::uint64_t count, int dtype, int op, double seconds,
+                                   bool waits) {
+  check_reducible(static_cast<DType>(dtype), static_cast<ReduceOp>(op));
+  auto request =
+      all_reduce_of(address, count, static_cast<DType>(dtype), static_cast<ReduceOp>(op), seconds);
+  if (waits) {
+    run(*context, request);
+    return std::nullopt;
+  }
+  context->issue(request, true);
+  return OpHandle{context, request};
+}
+
+// The one that has to be quick: an all-reduce of the same symmetric memory, again and again. Each time is
+// an operation of its own, which keeps the memory. The group does not live longer for it.
+class Persistent {
+ public:
+  Persistent(const std::shared_ptr<Context>& context, Address address, std::uint64_t count, DType dtype,
+             ReduceOp op)
+      : context_(context), address_(address), count_(count), dtype_(dtype), op_(op) {
+    check_reducible(dtype, op);
+    allocation_ = Registry::of_process().find(reinterpret_cast<const std::byte*>(address),
+                                              count * size_of(dtype));
+    if (allocation_ == nullptr) throw InvalidError("the memory is not symmetric");
+  }
+
+  void run(double seconds) const { gradsync::run(*group(), request(seconds)); }
+
+  void start(double seconds) {
+    last_ = request(seconds);
+    group()->issue(last_, true);
+  }
+
+  void wait() const {
+    if (last_ != nullptr) gradsync::wait(*group(), last_);
+  }
+
+  bool done() const { return last_ == nullptr || group()->is_done(last_); }
+
+ private:
+  std::shared_ptr<Context> group() const {
+    if (std::shared_ptr<Context> context = context_.lock()) return context;
+    throw AbortedError("The group has been closed.");
+  }
+
+  std::shared_ptr<Op> request(double seconds) const {
+    auto request = all_reduce_of(address_, count_, dtype_, op_, seconds);
+    request->allocation = allocation_;
+    return request;
+  }
+
+  std::weak_ptr<Context> context_;
+  std::shared_ptr<Allocation> allocation_;
+  Address address_;
+  std::uint64_t count_;
+  DType dtype_;
+  ReduceOp op_;
+  std::shared_ptr<Op> last_;
+};
 
 OpHandle collective(const std::shared_ptr<Context>& context, Kind kind, DType dtype, ReduceOp op,
                     int root, std::uint64_t count, const std::vector<Address>& sources,
                     const std::vector<Address>& targets,
                     const std::vector<std::uint64_t>& source_bytes,
                     const std::vector<std::uint64_t>& target_bytes, double seconds, bool in_background) {
-  if (op != ReduceOp::kNone && !can_reduce(dtype, op)) {
-    throw InvalidError(std::string(name_of(op)) + " is not defined for " + name_of(dtype));
-  }
+  if (op != ReduceOp::kNone) check_reducible(dtype, op);
   auto request = std::make_shared<Op>();
   request->announcement.kind = kind;
   request->announcement.dtype = dtype;
@@ -245,7 +307,7 @@ PYBIND11_MODULE(_native, module) {
                                int dtype_number, int op_number) {
     const auto dtype = static_cast<DType>(dtype_number);
     const auto op = static_cast<ReduceOp>(op_number);
-    if (!can_reduce(dtype, op)) throw InvalidError("there is no such reduction");
+    check_reducible(dtype, op);
     py::gil_scoped_release release;
     const auto targets = pointers<void*>(parts);
     const std::vector<const void*> sources(targets.begin(), targets.end());
@@ -296,6 +358,14 @@ PYBIND11_MODULE(_native, module) {
                           reinterpret_cast<std::byte*>(answer));
         });
       }, py::arg("parts"), py::arg("share"), py::arg("residual"), py::arg("answer"));
+
+  py::class_<Persistent>(module, "Persistent")
+      .def(py::init<const std::shared_ptr<Context>&, Address, std::uint64_t, DType, ReduceOp>(),
+           py::arg("context"), py::arg("address"), py::arg("count"), py::arg("dtype"), py::arg("op"))
+      .def("run", &Persistent::run, py::arg("seconds"))
+      .def("start", &Persistent::start, py::arg("seconds"))
+      .def("wait", &Persistent::wait)
+      .def_property_readonly("done", &Persistent::done);
 
   py::class_<Context, std::shared_ptr<Context>>(module, "Context")
       .def(py::init([](Segment& segment, int rank,

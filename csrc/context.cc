@@ -50,7 +50,7 @@ void Context::issue(const std::shared_ptr<Op>& op, bool in_background) {
   }
   if (op->announcement.kind == Kind::kAllReduce) {
     const std::size_t bytes = op->announcement.count * size_of(op->announcement.dtype);
-    op->allocation = Registry::of_process().find(op->targets[0], bytes);
+    if (op->allocation == nullptr) op->allocation = Registry::of_process().find(op->targets[0], bytes);
     if (op->allocation != nullptr) {
       const Segment& segment = op->allocation->segment;
       op->announcement.symmetric = op->allocation->id;

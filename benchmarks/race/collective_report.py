@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from race.cases import BUSY, COMPUTE, Case
-from race.exercises import ALL_REDUCE, BARE, COPIED, GLOO, NATIVE, OPENMPI, SYMMETRIC
+from race.exercises import ALL_REDUCE, BARE, COPIED, GLOO, OPENMPI, PERSISTENT, SYMMETRIC
 from race.report import markdown_head, provenance
 from race.stats import Ratio, compare, complete_rounds
 from race.targets import CORES, MET, MISSED, target, verdict
@@ -20,7 +20,7 @@ from race.targets import CORES, MET, MISSED, target, verdict
 SCHEMA_VERSION = 1
 BUSY_LOAD = 0.5  # of a core
 STYLES = {MET: "green", MISSED: "red"}
-OURS = (SYMMETRIC, COPIED, NATIVE)
+OURS = (SYMMETRIC, COPIED, PERSISTENT)
 ALL_REDUCE_COLUMNS = (
     "size", "contender", "time", "× gloo (95 %)", "target", "× OpenMPI (95 %)", "target",
     "of the bare limit (95 %)", "target",
@@ -57,7 +57,7 @@ def comparisons(case: Case) -> list[Comparison]:
     found = []
     for ours in OURS:
         for versus in (GLOO, OPENMPI, BARE):
-            if ours not in times or versus not in times or (ours == NATIVE and versus != BARE):
+            if ours not in times or versus not in times or (ours == PERSISTENT and versus != BARE):
                 continue  # what goes without Python is compared with its like alone
             ratio = compare(times, ours, versus)
             wanted = target(case.operation, ours, versus, case.world, case.bytes)
@@ -152,7 +152,7 @@ def _all_reduce_rows(case: Case) -> list[tuple[str, ...]]:
     for name, seconds in complete_rounds(case.seconds).items():
         cells = [human_size(case.bytes), name, human_time(median(seconds))]
         for versus in (GLOO, OPENMPI, BARE):
-            if name in OURS and name != NATIVE and versus not in case.seconds:
+            if name in OURS and name != PERSISTENT and versus not in case.seconds:
                 cells += [f"no {versus}", ""]
             else:
                 cells += _compared(found.get((name, versus)), is_share=versus == BARE)

@@ -18,11 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 GLOO, SYMMETRIC, COPIED, OPENMPI = "gloo", "symmetric", "copied", "openmpi"
-NATIVE, BARE, FRONT = "native", "bare", "front"
+PERSISTENT, BARE, FRONT = "persistent", "bare", "front"
 ALL_REDUCE = "all_reduce"
 DTYPE = torch.float32
 ROOT = 0
-SECONDS = 600.0  # an operation may take
 LINE = 32  # elements in two cache lines: where the bare limit's slices are cut
 
 CONTENDERS = {
@@ -30,7 +29,7 @@ CONTENDERS = {
     SYMMETRIC: "gradsync, avg, a tensor from symmetric_empty",
     COPIED: "gradsync, avg, any tensor",
     OPENMPI: "OpenMPI through mpi4py, sum",
-    NATIVE: "as symmetric, but one native call, as bare is, and no Python in front",
+    PERSISTENT: "gradsync, avg, persistent_all_reduce of such a tensor, as our DDP does",
     BARE: "the reduction alone: every rank its slice, no synchronisation",
     FRONT: "torch's all_reduce in front of a group that does nothing",
 }
@@ -131,14 +130,10 @@ def _bare(count: int, groups: Groups) -> Exercise:
     return Exercise(BARE, call, partial(_values, own), partial(_holds, own, 1), [parts])
 
 
-def _by_native(count: int, groups: Groups) -> Exercise:
-    from gradsync.backend._native import DType, ReduceOp
-
+def _by_persistent(count: int, groups: Groups) -> Exercise:
     tensor = groups.gradsync.symmetric_empty(count, DTYPE)
-    numbers = int(DType.FLOAT32), int(ReduceOp.AVG)
-    reduce = groups.gradsync._context.all_reduce
-    call = partial(reduce, tensor.data_ptr(), count, *numbers, SECONDS, True)
-    return Exercise(NATIVE, call, partial(_values, tensor), partial(_holds, tensor, 1), [tensor])
+    call = groups.gradsync.persistent_all_reduce(tensor).run
+    return Exercise(PERSISTENT, call, partial(_values, tensor), partial(_holds, tensor, 1))
 
 
 class IdleGroup(dist.ProcessGroup):
@@ -178,7 +173,7 @@ ALL_REDUCES: dict[str, Callable[[int, Groups], Exercise]] = {
     SYMMETRIC: partial(_by_gradsync, SYMMETRIC),
     COPIED: partial(_by_gradsync, COPIED),
     OPENMPI: _by_openmpi,
-    NATIVE: _by_native,
+    PERSISTENT: _by_persistent,
     BARE: _bare,
     FRONT: _front,
 }

@@ -45,6 +45,7 @@ class GroupBase(dist.ProcessGroup):
         self._rank = rank
         self._size = size
         self._timeout = timeout
+        self.timeout_seconds = timeout.total_seconds()  # the same, for what has to be quick
         self._closed = False
         self._group_name = ""
         self._group_desc = "undefined"
@@ -151,6 +152,7 @@ class GroupBase(dist.ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Let operations from now on take no longer than this."""
         self._timeout = self.options._timeout = timeout
+        self.timeout_seconds = timeout.total_seconds()
         self._engines.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
@@ -227,4 +229,4 @@ class GroupBase(dist.ProcessGroup):
     def _seconds(self, opts: Any = None) -> float:
         """How long an operation may take: what it asks for itself, or else what the group does."""
         own = opts.timeout.total_seconds() if opts is not None else 0.0
-        return own if own > 0 else self._timeout.total_seconds()
+        return own if own > 0 else self.timeout_seconds

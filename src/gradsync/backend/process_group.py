@@ -41,6 +41,7 @@ from gradsync.backend.arguments import (
 from gradsync.backend.dynamo import leave_alone
 from gradsync.backend.group_base import DEFAULT_TIMEOUT, GroupBase, Work
 from gradsync.backend.shared_memory import (
+    PersistentReduction,
     Reduction,
     can_reduce,
     is_dense,
@@ -82,6 +83,22 @@ class SharedMemoryGroup(GroupBase):
             raise StateError("The ranks of this group do not share memory.")
         return symmetric_empty(count, dtype)
 
+    def persistent_all_reduce(
+        self, tensor: Tensor, op: Any = dist.ReduceOp.AVG
+    ) -> PersistentReduction:
+        """An all-reduce of ``tensor``, which is from ``symmetric_empty``, to be run many times.
+
+        It costs a fraction of ``torch.distributed.all_reduce`` a time, which matters up to some MB.
+        """
+        if self._memory is None:
+            raise StateError("The ranks of this group do not share memory.")
+        options = AllreduceOptions()
+        options.reduceOp = op
+        ours = reduce_op(options)
+        if ours is None:
+            raise ArgumentError(f"There is no {op} in shared memory.")
+        return PersistentReduction(self, self._memory.prepare_all_reduce(tensor, ours), tensor, op)
+
     def start_average(self, tensor: Tensor, *, average: bool) -> Reduction:
         """For our DDP: begin to average, or add up, a flat tensor of numbers in place.
 
@@ -89,7 +106,7 @@ class SharedMemoryGroup(GroupBase):
         """
         assert self._memory is not None, "the ranks share memory"
         op = ReduceOp.AVG if average else ReduceOp.SUM
-        reduction = self._memory.start_all_reduce(tensor, op, self._timeout.total_seconds())
+        reduction = self._memory.start_all_reduce(tensor, op, self.timeout_seconds)
         with self._pending_lock:
             while self._pending and self._pending[0].handle.done:
                 self._pending.popleft()

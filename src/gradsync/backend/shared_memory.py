@@ -5,6 +5,7 @@ A tensor is taken as it is if it is contiguous. Any other is copied, and copied 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from gradsync.backend import _native
 from gradsync.backend._native import DType, Kind, ReduceOp
 from gradsync.backend.work import All, Finish, Handle, translate
+from gradsync.errors import ArgumentError
 
 DTYPES = {
     torch.uint8: DType.UINT8,
@@ -71,6 +73,12 @@ def symmetric_empty(count: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=size)[:count]
 
 
+class HasTimeout(Protocol):
+    """A group: how long its operations may take from now on."""
+
+    timeout_seconds: float
+
+
 class Reduction:
     """An all-reduce of ours under way; keeps the memory."""
 
@@ -93,6 +101,61 @@ class Reduction:
         return self.handle.done
 
 
+class PersistentReduction:
+    """An all-reduce of one symmetric tensor, prepared once and run again and again.
+
+    Made by ``SharedMemoryGroup.persistent_all_reduce``. Each run is a collective of its own, which
+    all ranks have to make; either ``run`` or ``start`` and ``wait``. What is between those two on
+    this rank overlaps with it.
+
+    >>> import torch, torch.distributed as dist, gradsync
+    >>> group = dist.new_group(backend="gradsync")
+    >>> average = group.persistent_all_reduce(group.symmetric_empty(3, torch.float32))
+    >>> average.tensor.fill_(1.0)
+    tensor([1., 1., 1.])
+    >>> average.run()
+    >>> average.start()
+    >>> average.wait()
+    >>> average.tensor
+    tensor([1., 1., 1.])
+    """
+
+    __slots__ = ("_group", "_native", "op", "tensor")
+
+    def __init__(
+        self, group: HasTimeout, native: _native.Persistent, tensor: Tensor, op: object
+    ) -> None:
+        self._group = group
+        self._native = native
+        self.tensor = tensor
+        self.op = op  # torch's
+
+    def run(self) -> None:
+        """Reduce the tensor as it is now, and wait for it."""
+        try:
+            self._native.run(self._group.timeout_seconds)
+        except Exception as error:
+            raise translate(error) from error
+
+    def start(self) -> None:
+        """Begin to reduce the tensor, which is not to be touched until ``wait`` has returned."""
+        try:
+            self._native.start(self._group.timeout_seconds)
+        except Exception as error:
+            raise translate(error) from error
+
+    def wait(self) -> None:
+        """Wait for what was started last, and raise what went wrong."""
+        try:
+            self._native.wait()
+        except Exception as error:
+            raise translate(error) from error
+
+    def is_completed(self) -> bool:
+        """Would ``wait`` return at once?"""
+        return self._native.done
+
+
 class SharedMemory:
     """Collectives between the ranks of one machine. Ranks are those of ``context``."""
 
@@ -102,6 +165,22 @@ class SharedMemory:
         self.size = size
 
     # ---------------------------------------------------------------- reductions
+
+    def prepare_all_reduce(self, tensor: Tensor, op: ReduceOp) -> _native.Persistent:
+        """What reduces ``tensor``, which has to be symmetric, in place."""
+        if not is_dense(tensor) or not tensor.is_contiguous():
+            raise ArgumentError("A persistent reduction takes a contiguous tensor on the CPU.")
+        if (tensor.dtype, op) not in SHORT:
+            raise ArgumentError(f"There is no {op.name} of {tensor.dtype} in shared memory.")
+        try:
+            return _native.Persistent(
+                self.context, tensor.data_ptr(), tensor.numel(), DTYPES[tensor.dtype], op
+            )
+        except _native.InvalidError as error:
+            raise ArgumentError(
+                "A persistent reduction takes a tensor from symmetric_empty, or a part of one: "
+                f"{error}."
+            ) from error
 
     def all_reduce_now(self, tensor: Tensor, op: ReduceOp, seconds: float) -> bool:
         """Reduce ``tensor`` in place and wait for it; False if it cannot go this short way."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from gradsync.backend.shared_memory import PersistentReduction
 from gradsync.ddp.autograd import GradientWatch
 from gradsync.ddp.collectives import Work
 from gradsync.ddp.distributed_autograd import IN_GRAD, Home
@@ -118,6 +119,8 @@ class Bucket:
         self.missing: list[Slot] = []  # had no gradient in this step, and sent zeros
         self.skipped = False  # only the extra elements are sent in this step
         self.work: Work = None
+        self.is_symmetric = False  # the payload is memory that peers map, the same in every step
+        self.prepared: PersistentReduction | None = None  # its sum, if it is
         for slot in self.slots:
             slot.bucket = self
             slot.view = NOWHERE  # lets go of an earlier bucket's buffer
@@ -343,6 +346,7 @@ class Bucket:
         size = -(-(self.numel + self.extra) // 64) * 64 if self.extra else self.numel
         if self.packing.memory is not None and self.device.type == "cpu":
             storage = self.packing.memory(size, self.dtype)
+            self.is_symmetric = not self.dtype.is_complex
         else:
             storage = torch.zeros(size, dtype=self.dtype, device=self.device)
         self._views = self.views_of(storage)

@@ -15,8 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradsync.backend.shared_memory import PersistentReduction
 from gradsync.ddp.bucket import Bucket
-from gradsync.ddp.collectives import LocalWork, Work, all_reduce, broadcast, is_foreign, wait
+from gradsync.ddp.collectives import (
+    LocalWork,
+    Work,
+    all_reduce,
+    broadcast,
+    is_foreign,
+    shares_memory,
+    wait,
+)
 
 SMALL_BYTES = 1024 * 1024
 WARM_UP_STEPS = 10
@@ -66,6 +75,8 @@ class Summation:
 
     def start(self, bucket: Bucket) -> Work:
         """Begin the sum of a bucket."""
+        if bucket.is_symmetric:
+            return self._start_again(bucket)
         exchanges = self._exchanges
         if not bucket.slots:  # a few numbers, for which there is nothing to find out
             exchanges = self._two_ways
@@ -78,6 +89,17 @@ class Summation:
         if theirs is None or theirs.shape != payload.shape or theirs.dtype != payload.dtype:
             self._theirs[bucket.index] = theirs = torch.empty_like(payload)
         return Exchange(self.group, payload, theirs, TAG + bucket.index)
+
+    def _start_again(self, bucket: Bucket) -> PersistentReduction:
+        """Begin the sum of memory that is the same in every step."""
+        payload = bucket.payload
+        op = dist.ReduceOp.AVG if bucket.is_averaged else dist.ReduceOp.SUM
+        ready = bucket.prepared
+        if ready is None or ready.tensor is not payload or ready.op is not op:
+            assert shares_memory(self.group), "the payload is of its memory"
+            ready = bucket.prepared = self.group.persistent_all_reduce(payload, op)
+        ready.start()
+        return ready
 
     def divides(self, bucket: Bucket) -> bool:
         """Is what travels behind the gradients averaged?"""

@@ -132,6 +132,7 @@ class SoloBucket(Bucket):
     def allocate(self) -> None:
         super().allocate()
         self._as_views = False  # a view of the whole buffer would only be in the way of lending
+        self.is_symmetric = False  # it is seldom needed, and not kept
 
     def zero(self) -> None:
         self._lent = None
