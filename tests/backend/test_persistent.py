@@ -163,7 +163,6 @@ def test_a_group_that_is_closed_is_not_kept_by_it_and_says_so(pool: WorkerPool) 
         assert "closed" in raised(reduction.run, AbortedError)
         assert "closed" in raised(reduction.start, AbortedError)
         assert "do not share" in raised(lambda: group.persistent_all_reduce(tensor), StateError)
-        del reduction, tensor
         still_works(rank, world)
 
     run(pool, body)
@@ -187,7 +186,7 @@ def test_the_groups_timeout_holds_as_it_is_when_a_run_begins(pool: WorkerPool) -
     run(pool, body)
 
 
-def _outlive(rank: int, world: int, way: str) -> float:
+def _outlive(rank: int, world: int, way: str) -> tuple[int | None, float]:
     group = dist.group.WORLD
     tensor = group.symmetric_empty(300_000, torch.float32)
     reduction = group.persistent_all_reduce(tensor)
@@ -198,8 +197,7 @@ def _outlive(rank: int, world: int, way: str) -> float:
     try:
         reduction.run() if way == "run" else (reduction.start(), reduction.wait())
     except PeerLostError as error:
-        assert error.rank == 1
-        return time.monotonic() - began
+        return error.rank, time.monotonic() - began
     raise AssertionError("rank 1 has ended, and nobody minds")
 
 
@@ -210,5 +208,7 @@ def test_a_rank_that_is_killed_is_named_by_the_others_within_a_second(
     with nursery.start(_outlive, 3, args=(way,)) as ranks:
         endings = ranks.endings()
     assert endings[1].code == -signal.SIGKILL
-    assert endings[0].unwrap() < 1
-    assert endings[2].unwrap() < 1
+    for survivor in (endings[0], endings[2]):
+        blamed, seconds = survivor.unwrap()
+        assert blamed == 1
+        assert seconds < 1

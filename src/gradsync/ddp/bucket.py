@@ -103,6 +103,8 @@ class Bucket:
     of nothing but extra elements has no slots.
     """
 
+    reuses_buffer = True  # what is reduced lies in the same memory in every step
+
     def __init__(
         self, slots: Sequence[Slot], packing: Packing, like: Tensor, *, extra: int = 0
     ) -> None:
@@ -119,8 +121,8 @@ class Bucket:
         self.missing: list[Slot] = []  # had no gradient in this step, and sent zeros
         self.skipped = False  # only the extra elements are sent in this step
         self.work: Work = None
-        self.is_symmetric = False  # the payload is memory that peers map, the same in every step
-        self.prepared: PersistentReduction | None = None  # its sum, if it is
+        self.is_symmetric = False  # the buffer is memory that peers map, and used again
+        self.prepared: PersistentReduction | None = None  # its sum then
         for slot in self.slots:
             slot.bucket = self
             slot.view = NOWHERE  # lets go of an earlier bucket's buffer
@@ -346,7 +348,7 @@ class Bucket:
         size = -(-(self.numel + self.extra) // 64) * 64 if self.extra else self.numel
         if self.packing.memory is not None and self.device.type == "cpu":
             storage = self.packing.memory(size, self.dtype)
-            self.is_symmetric = not self.dtype.is_complex
+            self.is_symmetric = self.reuses_buffer and not self.dtype.is_complex
         else:
             storage = torch.zeros(size, dtype=self.dtype, device=self.device)
         self._views = self.views_of(storage)

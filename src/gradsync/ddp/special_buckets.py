@@ -70,6 +70,8 @@ class SoloBucket(Bucket):
     error, not a wrong sum.
     """
 
+    reuses_buffer = False
+
     def __init__(self, slot: Slot, packing: Packing) -> None:
         super().__init__([slot], packing, slot.param)
         slot.eager = True
@@ -132,7 +134,6 @@ class SoloBucket(Bucket):
     def allocate(self) -> None:
         super().allocate()
         self._as_views = False  # a view of the whole buffer would only be in the way of lending
-        self.is_symmetric = False  # it is seldom needed, and not kept
 
     def zero(self) -> None:
         self._lent = None
@@ -181,6 +182,8 @@ class SparseBucket(Bucket):
     Where the rows that any rank can have are announced (``expect_rows``) the values of those rows
     are reduced as a dense tensor, which needs no exchange of indices.
     """
+
+    reuses_buffer = False
 
     def __init__(self, slot: Slot, packing: Packing) -> None:
         super().__init__([slot], packing, slot.param)
