@@ -130,14 +130,14 @@ class TestSplitGraphs:
     def test_no_ddp_is_active_after_a_forward(self, pool: WorkerPool) -> None:
         class Fails(nn.Linear):
             def forward(self, x: Tensor) -> Tensor:
-                assert TorchDDP._get_active_ddp_module() is not None
+                assert TorchDDP._get_active_ddp_module()
                 assert DDP._get_active_ddp_module() is not None
                 raise KeyError("inside")
 
         def run(rank: int, world: int) -> None:
             with pytest.raises(KeyError, match="inside"):
                 DDP(Fails(2, 2))(torch.ones(1, 2))
-            assert TorchDDP._get_active_ddp_module() is None
+            assert not TorchDDP._get_active_ddp_module()
             assert DDP._get_active_ddp_module() is None
 
         pool.run(run)

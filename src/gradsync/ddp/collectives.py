@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from gradsync.backend.process_group import SharedMemoryGroup
+from gradsync.backend.shared_memory import PersistentReduction
 from gradsync.errors import CollectiveError, GradsyncError
 
 NO_TIMEOUT = timedelta(0)  # of its own: the group's holds
@@ -84,7 +85,11 @@ def wait(
     torch's: by the future for sums of gradients (``by_future``), else by ``wait`` with a timeout.
     """
     try:
-        if isinstance(work, LocalWork) or not is_foreign(group):
+        if (
+            type(work) is PersistentReduction  # first what is most often waited for
+            or isinstance(work, LocalWork)
+            or not is_foreign(group)
+        ):
             work.wait()
         elif by_future:
             work.get_future().wait()

@@ -48,22 +48,47 @@ def skip_our_frames() -> None:
     trace_rules.add("gradsync.hooks")  # called by our hooks, in the backward of a compiled step
 
 
-class CompiledFor:
-    """Inside, graphs are split: see [Note: split graphs].
+class Active:
+    """Stands in torch's class for good, and is true while a module of ours runs.
 
-    Dynamo asks torch's class, or ``cls`` once that has taken the other's place.
+    To set an attribute of a class costs more than it seems: Python forgets all that it has learned
+    of the class and its subclasses. So it is not done at every forward.
     """
 
-    __slots__ = ("_cls", "_outer", "_splits")
+    __slots__ = ("splits",)
 
-    def __init__(self, cls: Any, splits: SplitSize) -> None:
-        self._cls = cls
+    def __init__(self) -> None:
+        self.splits: SplitSize | None = None
+
+    def __bool__(self) -> bool:
+        return self.splits is not None
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """As of ``SplitSize``."""
+        assert self.splits is not None, "nobody asks who has not found it true"
+        return self.splits.bucket_bytes_cap
+
+
+ACTIVE = Active()
+_torchs_class: Any = TorchDDP
+
+
+class CompiledFor:
+    """Inside, graphs are split: see [Note: split graphs]."""
+
+    __slots__ = ("_outer", "_splits", "_torchs")
+
+    def __init__(self, splits: SplitSize) -> None:
         self._splits = splits
 
     def __enter__(self) -> None:
-        cls = self._cls
-        self._outer = TorchDDP._active_ddp_module, cls._active_ddp_module
-        TorchDDP._active_ddp_module = cls._active_ddp_module = self._splits  # type: ignore[assignment]
+        self._outer, ACTIVE.splits = ACTIVE.splits, self._splits
+        self._torchs = _torchs_class._active_ddp_module
+        if self._torchs is not ACTIVE:
+            _torchs_class._active_ddp_module = ACTIVE
 
     def __exit__(self, *_error: object) -> None:
-        TorchDDP._active_ddp_module, self._cls._active_ddp_module = self._outer
+        ACTIVE.splits = self._outer
+        if self._torchs is not ACTIVE and self._torchs is not None:  # a DDP of torch's, around us
+            _torchs_class._active_ddp_module = self._torchs

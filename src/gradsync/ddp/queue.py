@@ -8,10 +8,10 @@ launch and when to settle is for the reducer to say.
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradsync.ddp.autograd import NoGrad
 from gradsync.ddp.bucket import Bucket, Packing, Slot
 from gradsync.ddp.clock import StepClock
 from gradsync.ddp.collectives import LocalWork, is_foreign, shares_memory, wait
@@ -128,7 +128,7 @@ class BucketQueue:
     def pack_large(self, slot: Slot) -> None:
         """A large gradient is there: it does not wait for its bucket."""
         if self._packs and not self._unseen:
-            with torch.no_grad():
+            with NoGrad():
                 slot.bucket.pack_large(slot)
 
     def launch_full(self) -> None:
@@ -157,7 +157,7 @@ class BucketQueue:
 
     def _launch(self, bucket: Bucket) -> None:
         if self._packs:
-            with torch.no_grad():  # under create_graph=True gradients have a graph
+            with NoGrad():  # under create_graph=True gradients have a graph
                 bucket.pack()
         if not self.alone:
             self._send(bucket)
@@ -180,7 +180,7 @@ class BucketQueue:
 
     def _settle_early(self) -> None:
         """Finish the buckets that are reduced already, while the backward goes on."""
-        with torch.no_grad():
+        with NoGrad():
             while self._settled < self._next:
                 bucket = self.buckets[self._settled]
                 if bucket.work is not None and not bucket.work.is_completed():

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -22,6 +21,7 @@ from torch.autograd.profiler import record_function
 from gradsync.ddp import messages
 from gradsync.ddp.autograd import (
     EndOfBackward,
+    NoGrad,
     accumulates,
     backward_number,
     in_backward,
@@ -136,7 +136,7 @@ class Reducer(ReducerBase):
         reached = (
             self._on_outputs if context is None else partial(self._on_outputs, context=context)
         )
-        self._outputs_seen = watch_outputs(outputs, reached)
+        self._outputs_seen = watch_outputs(outputs, reached, looks_on=self.options.find_unused)
         self.phase = Phase.ARMED
         self.clock.forward_ended = self.clock.now()
 
@@ -319,7 +319,7 @@ class Reducer(ReducerBase):
         self.phase = Phase.FINALIZE
         try:
             if self.queue.has_reported:
-                with torch.no_grad():
+                with NoGrad():
                     self._finish_step()
             else:
                 self._give_up()
@@ -336,7 +336,7 @@ class Reducer(ReducerBase):
         if not self.queue.alone:
             statements = self.report.hear()
             used = self.report.used_anywhere(statements, self._used_anywhere)
-            with torch.no_grad():
+            with NoGrad():
                 self.queue.settle_given_up(zeroed, used)
             if not statements:  # our report had left before: the others know of nothing
                 self._remember()
@@ -360,7 +360,7 @@ class Reducer(ReducerBase):
         self.queue.step += 1
         self.phase = Phase.FINALIZE
         try:
-            with torch.no_grad():
+            with NoGrad():
                 self._shadow_step()
         finally:
             self._end_step()
@@ -400,7 +400,7 @@ class Reducer(ReducerBase):
     def _finalize(self, finish: Callable[[], None]) -> None:
         self.clock.computed = self.clock.now()
         try:
-            with torch.no_grad():
+            with NoGrad():
                 finish()
         except Exception as error:
             log(error, self.queue.packing.home)
@@ -446,7 +446,8 @@ class Reducer(ReducerBase):
         self.queue.set_divisor(self.world)
         if self.on_backward_end is not None:
             self.on_backward_end()
-        self._in_no_context.set()
+        if not self._in_no_context.is_set():
+            self._in_no_context.set()
 
     # ---------------------------------------------------------------- what is told
 

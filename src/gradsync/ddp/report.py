@@ -18,6 +18,8 @@ from gradsync.ddp.rollcall import (
 )
 from gradsync.ddp.usage import Unreached, used_here
 
+NOTHING = Incident(0)
+
 
 class StepReport:
     """The report of the step under way; it travels in the tail of the last bucket of ``queue``."""
@@ -31,7 +33,7 @@ class StepReport:
 
     def clear(self) -> None:
         """A new step begins."""
-        self.incidents = Incident(0)
+        self.incidents = NOTHING
         self.unreached = Unreached()
         self.forwards = 0
         self.heard = False  # what the ranks have said of this step

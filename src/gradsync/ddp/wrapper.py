@@ -6,7 +6,7 @@ asks for a reduction. How it is made is in ``replica``. Gradients are the reduce
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
@@ -14,7 +14,7 @@ from torch.distributed.utils import _to_kwargs
 
 from gradsync.ddp import join, messages
 from gradsync.ddp.autograd import current_context, in_backward
-from gradsync.ddp.compile import CompiledFor, SplitSize
+from gradsync.ddp.compile import ACTIVE, CompiledFor, SplitSize
 from gradsync.ddp.phase import BACKWARD_RUNS
 from gradsync.ddp.replica import Replica
 from gradsync.errors import StateError
@@ -74,8 +74,6 @@ class DistributedDataParallel(Replica):
         >>> ddp.module.bias.grad
         tensor([8., 8.])
     """
-
-    _active_ddp_module: ClassVar[SplitSize | None] = None
 
     # ---------------------------------------------------------------- forward
 
@@ -147,7 +145,7 @@ class DistributedDataParallel(Replica):
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, and let Dynamo know meanwhile for which DDP it compiles."""
-        with CompiledFor(DistributedDataParallel, self._splits):
+        with CompiledFor(self._splits):
             return self._modules["module"](*inputs, **kwargs)  # type: ignore[misc]
 
     def _post_forward(self, output: Any) -> Any:
@@ -189,7 +187,7 @@ class DistributedDataParallel(Replica):
 
     @classmethod
     def _get_active_ddp_module(cls) -> SplitSize | None:
-        return cls._active_ddp_module
+        return ACTIVE.splits
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
