@@ -58,7 +58,7 @@ def comparisons(case: Case) -> list[Comparison]:
     for ours in OURS:
         for versus in (GLOO, OPENMPI, BARE):
             if ours not in times or versus not in times or (ours == PERSISTENT and versus != BARE):
-                continue  # what goes without Python is compared with its like alone
+                continue  # without torch's call in front: compared with what has none either
             ratio = compare(times, ours, versus)
             wanted = target(case.operation, ours, versus, case.world, case.bytes)
             if case.operation == BUSY:

@@ -29,7 +29,7 @@ CONTENDERS = {
     SYMMETRIC: "gradsync, avg, a tensor from symmetric_empty",
     COPIED: "gradsync, avg, any tensor",
     OPENMPI: "OpenMPI through mpi4py, sum",
-    PERSISTENT: "gradsync, avg, persistent_all_reduce of such a tensor, as our DDP does",
+    PERSISTENT: "gradsync, avg, run() of a persistent_all_reduce of such a tensor",
     BARE: "the reduction alone: every rank its slice, no synchronisation",
     FRONT: "torch's all_reduce in front of a group that does nothing",
 }

@@ -8,6 +8,7 @@ is the one line to change in a program that uses ``torch.nn.parallel.Distributed
 from gradsync import hooks
 from gradsync.backend import process_group as _backend
 from gradsync.backend.process_group import SharedMemoryGroup
+from gradsync.backend.shared_memory import PersistentReduction
 from gradsync.ddp.clock import StepTimes
 from gradsync.ddp.mixed_precision import MixedPrecision
 from gradsync.ddp.stats import Stats
@@ -54,6 +55,7 @@ __all__ = [
     "ModelMismatchError",
     "PeerLostError",
     "PeerStepError",
+    "PersistentReduction",
     "ReadyTwiceError",
     "SharedMemoryGroup",
     "StateError",

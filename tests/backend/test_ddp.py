@@ -142,6 +142,51 @@ def test_large_gradients_need_no_buffer_and_are_those_of_gloo(pool: WorkerPool) 
         assert 0 < counters["copied_bytes"] - 3 * 4 * 1400**2 < 3 * _native.SMALL_BYTES
 
 
+def test_steps_may_differ_in_what_is_averaged_and_over_whom(pool: WorkerPool) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(150, 150), nn.Linear(150, 150)
+
+        def forward(self, x: torch.Tensor, names: str) -> torch.Tensor:
+            return sum(getattr(self, name)(x).square().sum() for name in names)
+
+    def train(rank: int, backend: str) -> list[list[torch.Tensor]]:
+        torch.manual_seed(0)
+        groups = [dist.new_group(backend=backend) for _ in range(2)]
+        alone = [dist.new_group([each], backend=backend) for each in range(2)][rank]
+        ddp = gradsync.DistributedDataParallel(
+            Two(), process_group=groups[0], bucket_cap_mb=0.05, find_unused_parameters=True,
+            skip_all_reduce_unused_params=True,
+        )  # fmt: skip
+        seen = []
+
+        def step(size: float, names: str = "ab") -> None:
+            ddp.zero_grad()
+            ddp(torch.full((1, 150), size + rank), names).backward()
+            seen.append([p.grad.clone() for p in ddp.parameters() if p.grad is not None])
+
+        for names in ("ab", "ab", "a", "ab"):  # the last bucket has only the report in between
+            step(1.0, names)
+        with ddp.join(divide_by_initial_world_size=False):
+            for number in range(1 + 2 * rank):  # rank 1 goes on by itself
+                step(2.0 + number)
+        for group in (groups[1], alone, groups[0]):
+            ddp._update_process_group(group)
+            step(3.0)
+            step(4.0)
+        return seen
+
+    def run(rank: int, world: int) -> None:
+        by_gloo, by_ours = train(rank, "gloo"), train(rank, "gradsync")
+        assert len(by_gloo) == len(by_ours) == 11 + 2 * rank
+        for at, (one, other) in enumerate(zip(by_gloo, by_ours, strict=True)):
+            assert len(one) == len(other) > 0
+            assert all(map(torch.equal, one, other)), at
+
+    pool.run(run, timeout=LIMIT)
+
+
 def test_a_rank_that_dies_is_named_with_the_step_and_the_bucket(pool: WorkerPool) -> None:
     def run(rank: int, world: int) -> str:
         import os

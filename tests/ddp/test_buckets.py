@@ -97,9 +97,10 @@ def test_a_large_parameter_among_small_ones_is_reduced_as_by_torch(
     pool.run(run, timeout=LIMIT)
 
 
+@pytest.mark.parametrize("backend", ["gloo", "gradsync"])
 @both_kinds
 def test_parameters_without_elements_or_without_dimensions_have_their_place(
-    pool: WorkerPool, views: bool
+    pool: WorkerPool, views: bool, backend: str
 ) -> None:
     class Odd(Net):
         def __init__(self) -> None:
@@ -118,7 +119,7 @@ def test_parameters_without_elements_or_without_dimensions_have_their_place(
                 settings = caps | more | {"gradient_as_bucket_view": views}
                 check(rank, world, Odd, ddp=settings, against=["single"])
 
-    pool.run(run, timeout=LIMIT)
+    pool.run(run, timeout=LIMIT, backend=backend)
 
 
 @both_kinds

@@ -90,7 +90,7 @@ class SharedMemoryGroup(GroupBase):
 
         It costs a fraction of ``torch.distributed.all_reduce`` a time, which matters up to some MB.
         """
-        if self._memory is None:
+        if self._memory is None or not self.shares_memory:
             raise StateError("The ranks of this group do not share memory.")
         options = AllreduceOptions()
         options.reduceOp = op

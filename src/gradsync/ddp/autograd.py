@@ -82,8 +82,7 @@ class NoGrad:
             _set_grad_enabled(False)
 
     def __exit__(self, *_error: object) -> None:
-        if self._was_enabled:
-            _set_grad_enabled(True)
+        _set_grad_enabled(self._was_enabled)
 
 
 def watch_outputs(

@@ -55,19 +55,15 @@ class Active:
     of the class and its subclasses. So it is not done at every forward.
     """
 
-    __slots__ = ("splits",)
+    __slots__ = ("bucket_bytes_cap", "splits")
 
     def __init__(self) -> None:
         self.splits: SplitSize | None = None
+        # Of the last module that ran: with several threads it may have ended before this is asked.
+        self.bucket_bytes_cap = 0
 
     def __bool__(self) -> bool:
         return self.splits is not None
-
-    @property
-    def bucket_bytes_cap(self) -> int:
-        """As of ``SplitSize``."""
-        assert self.splits is not None, "nobody asks who has not found it true"
-        return self.splits.bucket_bytes_cap
 
 
 ACTIVE = Active()
@@ -83,6 +79,7 @@ class CompiledFor:
         self._splits = splits
 
     def __enter__(self) -> None:
+        ACTIVE.bucket_bytes_cap = self._splits.bucket_bytes_cap
         self._outer, ACTIVE.splits = ACTIVE.splits, self._splits
         self._torchs = _torchs_class._active_ddp_module
         if self._torchs is not ACTIVE:
@@ -90,5 +87,7 @@ class CompiledFor:
 
     def __exit__(self, *_error: object) -> None:
         ACTIVE.splits = self._outer
+        if self._outer is not None:
+            ACTIVE.bucket_bytes_cap = self._outer.bucket_bytes_cap
         if self._torchs is not ACTIVE and self._torchs is not None:  # a DDP of torch's, around us
             _torchs_class._active_ddp_module = self._torchs

@@ -61,7 +61,8 @@ class Summation:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self._two_ways = group.size() == 2 and not is_foreign(group) and group.name() == "gloo"
+        is_gloo = not is_foreign(group) and not shares_memory(group) and group.name() == "gloo"
+        self._two_ways = group.size() == 2 and is_gloo
         self._theirs: dict[int, Tensor] = {}  # by bucket
         self._steps = 0
         self._began = 0.0

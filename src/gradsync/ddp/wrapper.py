@@ -6,7 +6,7 @@ asks for a reduction. How it is made is in ``replica``. Gradients are the reduce
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.autograd.profiler import record_function
@@ -14,7 +14,7 @@ from torch.distributed.utils import _to_kwargs
 
 from gradsync.ddp import join, messages
 from gradsync.ddp.autograd import current_context, in_backward
-from gradsync.ddp.compile import ACTIVE, CompiledFor, SplitSize
+from gradsync.ddp.compile import ACTIVE, CompiledFor
 from gradsync.ddp.phase import BACKWARD_RUNS
 from gradsync.ddp.replica import Replica
 from gradsync.errors import StateError
@@ -74,6 +74,8 @@ class DistributedDataParallel(Replica):
         >>> ddp.module.bias.grad
         tensor([8., 8.])
     """
+
+    _active_ddp_module: ClassVar[Any] = None  # torch's replicate sets it, in its place
 
     # ---------------------------------------------------------------- forward
 
@@ -186,8 +188,8 @@ class DistributedDataParallel(Replica):
         self._lazy_init_ran = True
 
     @classmethod
-    def _get_active_ddp_module(cls) -> SplitSize | None:
-        return ACTIVE.splits
+    def _get_active_ddp_module(cls) -> Any:
+        return ACTIVE.splits or cls._active_ddp_module
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
