@@ -391,8 +391,7 @@ PYBIND11_MODULE(_native, module) {
                throw InvalidError("a group of " + std::to_string(all.size()) + " has no rank " +
                                   std::to_string(rank));
              }
-             return std::make_shared<Context>(std::move(segment), rank, std::move(all), nonce_a, nonce_b,
-                                              is_founder);
+             return Context::make(std::move(segment), rank, std::move(all), nonce_a, nonce_b, is_founder);
            }),
            py::arg("segment"), py::arg("rank"), py::arg("peers"), py::arg("nonce_a"),
            py::arg("nonce_b"), py::arg("is_founder"))

@@ -30,13 +30,7 @@ Context::Context(Segment segment, int rank, std::vector<Peer> peers, std::uint64
       waiting_{kCallerSpin, members_.world() > cores(), {}},
       owner_(::getpid()) {}
 
-Context::~Context() {
-  if (::getpid() == owner_) {
-    close();
-  } else if (worker_.joinable()) {
-    worker_.detach();  // it does not exist in a child
-  }
-}
+bool Context::is_owned_here() const { return ::getpid() == owner_; }
 
 // ------------------------------------------------------------------------------- collectives
 
@@ -196,11 +190,11 @@ void Context::wait(const std::shared_ptr<Message>& message, const Interrupted& i
 // ------------------------------------------------------------------------------- the end
 
 void Context::abort() {
-  if (::getpid() == owner_) members_.abort();
+  if (is_owned_here()) members_.abort();
 }
 
 void Context::close() {
-  if (::getpid() != owner_) return;
+  if (!is_owned_here()) return;
   std::unique_lock<std::mutex> lock(mutex_);
   if (is_closing_ && !worker_.joinable()) return;
   is_closing_ = true;

@@ -14,6 +14,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "collectives.h"
@@ -27,7 +28,15 @@ class Context {
  public:
   Context(Segment segment, int rank, std::vector<Peer> peers, std::uint64_t nonce_a,
           std::uint64_t nonce_b, bool is_founder);
-  ~Context();
+  // Its deleter does nothing in a child after fork(): the group is the parent's, and what its threads
+  // waited on can be destroyed only once they have gone, which they never will there.
+  template <typename... Arguments>
+  static std::shared_ptr<Context> make(Arguments&&... arguments) {
+    return {new Context(std::forward<Arguments>(arguments)...), [](Context* context) {
+              if (context->is_owned_here()) delete context;
+            }};
+  }
+  ~Context() { close(); }
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
@@ -54,6 +63,7 @@ class Context {
   void close();
 
  private:
+  bool is_owned_here() const;
   void run_until(std::unique_lock<std::mutex>& lock, const Op* last, const Patience& patience);
   void finish_ready(std::size_t rest);
   static void end(Op& op, const std::exception_ptr& error);
@@ -66,7 +76,7 @@ class Context {
   Collectives collectives_;
   Messages messages_;
   Patience waiting_;  // of a caller that has nothing else to do
-  std::int64_t owner_;  // a child after fork() must leave the group to its parent
+  std::int64_t owner_;  // the process
 
   std::mutex mutex_;
   std::condition_variable changed_;  // something is done, or nobody runs

@@ -2,8 +2,8 @@
 //
 //   Header | a Line for each rank | slots: in[2], out[2] for each rank | a Channel for each pair
 //
-// A Line is written by its rank alone, but for the bell and what is taken of its share; its slots are
-// too. The tallies in the header are everybody's. See docs/shared-memory.md.
+// A Line is written by its rank alone, but for bell and alarm and what is taken of its share; its slots
+// are too. The tallies in the header are everybody's. See docs/shared-memory.md.
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,7 @@
 namespace gradsync {
 
 constexpr std::uint64_t kMagic = 0x636e797364617267;  // "gradsync"
-constexpr std::uint32_t kVersion = 3;
+constexpr std::uint32_t kVersion = 4;
 constexpr int kMaxRanks = 256;
 constexpr std::size_t kMaxSlotBytes = 1024 * 1024;
 constexpr std::size_t kAllSlotsBytes = 64 * 1024 * 1024;  // of a group together, at most
@@ -62,6 +62,10 @@ struct alignas(kAlignment) Line {
   // Point to point: rung whenever a channel from or to this rank has moved.
   alignas(kAlignment) std::atomic<std::uint32_t> bell;
   std::atomic<std::uint32_t> bell_sleepers;
+  // While nobody waits who would hear that, but there is something to move: rung too, for its thread.
+  std::atomic<bool> wants_alarm;
+  std::atomic<std::uint32_t> alarm;
+  std::atomic<std::uint32_t> alarm_sleepers;
 };
 
 // A ring of bytes from one rank to another.
@@ -85,6 +89,7 @@ struct Header {
   alignas(kAlignment) Tally pieces;  // of reductions in place, that are done
 };
 
+static_assert(std::atomic<bool>::is_always_lock_free);
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 

@@ -212,10 +212,25 @@ void Members::set_state(State state) {
   wake_all(header().ticks.count);
   wake_all(header().pieces.count);
   for (int peer = 0; peer < world(); ++peer) {  // who wait for a message of ours
-    if (peer == rank_) continue;
-    line(peer).bell.fetch_add(1, std::memory_order_seq_cst);
-    wake_all(line(peer).bell);
+    if (peer != rank_) call(peer);
   }
+}
+
+void Members::ring_bell(int rank) {
+  Line& other = line(rank);
+  other.bell.fetch_add(1, std::memory_order_seq_cst);
+  ring(other.bell, other.bell_sleepers);
+}
+
+void Members::ring_alarm(int rank) {
+  Line& other = line(rank);
+  other.alarm.fetch_add(1, std::memory_order_seq_cst);
+  ring(other.alarm, other.alarm_sleepers);
+}
+
+void Members::call(int rank) {
+  ring_bell(rank);
+  if (line(rank).wants_alarm.load(std::memory_order_seq_cst)) ring_alarm(rank);
 }
 
 void Members::leave() { set_state(State::kLeft); }
@@ -233,8 +248,7 @@ void Members::fail(const std::string& reason, int blames) {
 void Members::abort() {
   aborted_.store(true, std::memory_order_relaxed);
   set_state(State::kAborted);
-  line(rank_).bell.fetch_add(1, std::memory_order_seq_cst);
-  wake_all(line(rank_).bell);
+  call(rank_);
 }
 
 }  // namespace gradsync

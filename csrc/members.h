@@ -56,6 +56,11 @@ class Members {
   Line& line(int rank) { return *layout_.line(segment_.data(), rank); }
   const Line& line(int rank) const { return *layout_.line(segment_.data(), rank); }
 
+  // Point to point: wakes who waits for messages of `rank`, or its thread, or whichever is to see to them.
+  void ring_bell(int rank);
+  void ring_alarm(int rank);
+  void call(int rank);
+
   // Everybody has mapped the segment.
   void close_descriptor() { segment_.close_descriptor(); }
   Ticket ticket() const { return segment_.ticket(); }

@@ -11,13 +11,14 @@ namespace {
 constexpr std::uint32_t kHeadMagic = 0x6d736731;
 constexpr std::chrono::milliseconds kPatience{100};
 constexpr std::chrono::microseconds kSpin{50};
+constexpr std::chrono::seconds kIdle{1};  // after which the thread rests
 
 std::byte* ring_of(Channel& channel) { return reinterpret_cast<std::byte*>(&channel + 1); }
 
-// Of a long message a good part is moved at a time: each move rings a bell. It cannot get stuck: where
-// there is too little to take out, there is room enough to put in.
-bool is_worth_it(std::uint64_t there, std::uint64_t rest, std::size_t capacity) {
-  return there >= std::min<std::uint64_t>(rest, capacity / 4);
+// Of a long message a good part is moved at a time: each move rings a bell. The other rank goes on with it
+// meanwhile. It cannot get stuck: where there is too little to take out, there is room enough to put in.
+std::size_t piece_of(std::uint64_t rest, std::size_t capacity) {
+  return static_cast<std::size_t>(std::min<std::uint64_t>(rest, capacity / 8));
 }
 
 Errand errand(const Message& message) { return {&message.announcement, message.deadline}; }
@@ -59,7 +60,8 @@ void Messages::begin(const std::shared_ptr<Message>& message, bool in_background
   progress();
   if (message->is_done || !in_background) return;
   if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
-  work_.notify_all();
+  if (is_resting_) work_.notify_all();
+  if (callers_ == 0) want_alarm(true);
 }
 
 void Messages::wait(const std::shared_ptr<Message>& message, const Interrupted& interrupted) {
@@ -94,15 +96,27 @@ void Messages::wait(const std::shared_ptr<Message>& message, const Interrupted& 
 
 Messages::Caller::Caller(Messages& all) : all_(all) {
   std::unique_lock<std::mutex> lock(all_.mutex_);
-  ++all_.callers_;
+  if (all_.callers_++ == 0) all_.want_alarm(false);
 }
 
 Messages::Caller::~Caller() {
-  {
-    std::unique_lock<std::mutex> lock(all_.mutex_);
-    --all_.callers_;
-  }
-  all_.work_.notify_all();
+  std::unique_lock<std::mutex> lock(all_.mutex_);
+  if (--all_.callers_ == 0 && all_.is_pending()) all_.want_alarm(true);
+}
+
+// See [Note: bell and alarm].
+void Messages::want_alarm(bool wanted) {
+  Line& own = members_.line(members_.rank());
+  if (own.wants_alarm.load(std::memory_order_relaxed) == wanted) return;
+  own.wants_alarm.store(wanted, std::memory_order_seq_cst);
+  if (wanted) progress();  // what has been moved until now has rung no alarm
+}
+
+bool Messages::is_pending() const {
+  return !receives_.empty() ||
+         std::any_of(sends_.begin(), sends_.end(), [](const auto& queue) { return !queue.empty(); }) ||
+         std::any_of(inlets_.begin(), inlets_.end(),  // what has begun to arrive
+                     [](const Inlet& inlet) { return inlet.message != nullptr; });
 }
 
 void Messages::stop() {
@@ -112,32 +126,39 @@ void Messages::stop() {
     fail_all(std::make_exception_ptr(AbortedError("The group was closed with messages on their way.")));
   }
   work_.notify_all();
-  ring_bell(members_.rank());
+  members_.ring_bell(members_.rank());
+  members_.ring_alarm(members_.rank());
   if (thread_.joinable()) thread_.join();
 }
 
 void Messages::run() {
   Line& own = members_.line(members_.rank());
   std::unique_lock<std::mutex> lock(mutex_);
+  auto busy = Clock::now(), looked = busy;
   while (!stopping_) {
-    const bool is_sending = std::any_of(sends_.begin(), sends_.end(),
-                                        [](const auto& queue) { return !queue.empty(); });
-    const bool is_receiving =  // or what has begun to arrive
-        !receives_.empty() || std::any_of(inlets_.begin(), inlets_.end(),
-                                          [](const Inlet& inlet) { return inlet.message != nullptr; });
-    if (!is_sending && !is_receiving) {
-      work_.wait(lock);
-      continue;
+    const auto now = Clock::now();
+    const std::uint32_t seen = own.alarm.load(std::memory_order_seq_cst);
+    if (is_pending()) {
+      busy = now;
+    } else {
+      want_alarm(false);
+      if (now - busy > kIdle) {
+        is_resting_ = true;
+        work_.wait(lock, [this] { return stopping_ || is_pending(); });
+        is_resting_ = false;
+        continue;
+      }
     }
-    // Who waits moves messages, unless a signal handler of Python's holds it up.
-    if (callers_ > 0 && work_.wait_for(lock, kPatience) == std::cv_status::no_timeout) continue;
-    const std::uint32_t seen = own.bell.load(std::memory_order_seq_cst);
-    if (progress()) continue;
-    bool overdue = false;
-    check_peers(overdue);
-    if (overdue) continue;
+    // Callers move messages, unless a signal handler of Python's holds them up.
+    if (callers_ == 0 || now - looked >= kPatience) {
+      looked = now;
+      if (progress()) continue;
+      bool overdue = false;
+      check_peers(overdue);
+      if (overdue) continue;
+    }
     lock.unlock();
-    sleep_on(own.bell, seen, own.bell_sleepers, kPatience);
+    sleep_on(own.alarm, seen, own.alarm_sleepers, kPatience);
     lock.lock();
   }
 }
@@ -169,29 +190,36 @@ bool Messages::move() {
     if (from != members_.rank()) moved |= pull(from);
   }
   if (moved) {  // another thread of ours may wait for what this one has moved
-    ring_bell(members_.rank());
+    members_.ring_bell(members_.rank());
   }
   return moved;
 }
 
 bool Messages::push(Message& message) {
-  bool moved = false;
+  const std::size_t capacity = members_.channel_bytes();
+  std::size_t room = capacity - waiting_in(members_.rank(), message.other);
+  bool has_told = true, moved = false;
   if (!message.has_begun) {
     const Head head{message.bytes, message.tag, kHeadMagic};
-    if (members_.channel_bytes() - waiting_in(members_.rank(), message.other) < sizeof head) return false;
+    if (room < sizeof head) return false;
     put(message.other, reinterpret_cast<const std::byte*>(&head), sizeof head);
+    room -= sizeof head;
     message.has_begun = moved = true;
+    has_told = false;
     probe(Phase::kMessage);
   }
-  const std::uint64_t rest = message.bytes - message.moved;
-  const std::size_t capacity = members_.channel_bytes();
-  const std::size_t room = capacity - waiting_in(members_.rank(), message.other);
-  const std::size_t put_in =
-      is_worth_it(room, rest, capacity) ? put(message.other, message.data + message.moved, rest) : 0;
-  message.moved += put_in;
-  if (moved || put_in > 0) ring_bell(message.other);
+  while (message.moved < message.bytes) {  // no more than there was room for: others want to be moved too
+    const std::size_t piece = piece_of(message.bytes - message.moved, capacity);
+    if (piece > room) break;
+    put(message.other, message.data + message.moved, piece);
+    message.moved += piece;
+    room -= piece;
+    members_.call(message.other);
+    has_told = moved = true;
+  }
+  if (!has_told) members_.call(message.other);
   if (message.moved == message.bytes) finish(message, nullptr);
-  return moved || put_in > 0;
+  return moved;
 }
 
 bool Messages::pull(int from) {
@@ -211,13 +239,15 @@ bool Messages::pull(int from) {
     }
     if (inlet.message == nullptr && !inlet.is_stray && !match(from)) break;
     std::byte* data = inlet.is_stray ? inlet.strays.back().data.data() : inlet.message->data;
-    const std::uint64_t rest = inlet.head.bytes - inlet.taken;
-    if (!is_worth_it(waiting_in(from, members_.rank()), rest, members_.channel_bytes())) break;
-    const std::size_t taken = get(from, data + inlet.taken, rest);
-    inlet.taken += taken;
-    if (taken > 0) {
+    std::uint64_t there = waiting_in(from, members_.rank());
+    while (inlet.taken < inlet.head.bytes) {
+      const std::size_t piece = piece_of(inlet.head.bytes - inlet.taken, members_.channel_bytes());
+      if (piece > there) break;
+      get(from, data + inlet.taken, piece);
+      inlet.taken += piece;
+      there -= piece;
+      members_.call(from);
       moved = true;
-      ring_bell(from);
     }
     if (inlet.taken < inlet.head.bytes) break;
     if (inlet.message != nullptr) finish(*inlet.message, nullptr);
@@ -383,36 +413,28 @@ std::uint64_t Messages::waiting_in(int from, int to) const {
   return bytes;
 }
 
-std::size_t Messages::put(int to, const std::byte* data, std::size_t bytes) {
+// There has to be room for it.
+void Messages::put(int to, const std::byte* data, std::size_t bytes) {
   Channel& channel = members_.channel(members_.rank(), to);
   const std::size_t capacity = members_.channel_bytes();
   const std::uint64_t written = channel.written.load(std::memory_order_relaxed);
-  const std::size_t count = std::min(bytes, capacity - waiting_in(members_.rank(), to));
   const std::size_t at = written % capacity;
-  const std::size_t first = std::min(count, capacity - at);
-  if (first > 0) std::memcpy(ring_of(channel) + at, data, first);
-  if (count > first) std::memcpy(ring_of(channel), data + first, count - first);
-  channel.written.store(written + count, std::memory_order_seq_cst);
-  return count;
+  const std::size_t first = std::min(bytes, capacity - at);
+  std::memcpy(ring_of(channel) + at, data, first);
+  if (bytes > first) std::memcpy(ring_of(channel), data + first, bytes - first);
+  channel.written.store(written + bytes, std::memory_order_seq_cst);
 }
 
-std::size_t Messages::get(int from, std::byte* data, std::size_t bytes) {
+// There have to be as many.
+void Messages::get(int from, std::byte* data, std::size_t bytes) {
   Channel& channel = members_.channel(from, members_.rank());
   const std::size_t capacity = members_.channel_bytes();
   const std::uint64_t read = channel.read.load(std::memory_order_relaxed);
-  const std::size_t count = std::min<std::size_t>(bytes, waiting_in(from, members_.rank()));
   const std::size_t at = read % capacity;
-  const std::size_t first = std::min(count, capacity - at);
-  if (first > 0) std::memcpy(data, ring_of(channel) + at, first);
-  if (count > first) std::memcpy(data + first, ring_of(channel), count - first);
-  channel.read.store(read + count, std::memory_order_seq_cst);
-  return count;
-}
-
-void Messages::ring_bell(int rank) {
-  Line& line = members_.line(rank);
-  line.bell.fetch_add(1, std::memory_order_seq_cst);
-  ring(line.bell, line.bell_sleepers);
+  const std::size_t first = std::min(bytes, capacity - at);
+  std::memcpy(data, ring_of(channel) + at, first);
+  if (bytes > first) std::memcpy(data + first, ring_of(channel), bytes - first);
+  channel.read.store(read + bytes, std::memory_order_seq_cst);
 }
 
 }  // namespace gradsync

@@ -2,6 +2,12 @@
 //
 // A message is a header and its bytes. The sender puts in what fits, the receiver takes out what is
 // there, whoever moved rings the other's bell. Messages of one sender with one tag arrive in order.
+//
+// [Note: bell and alarm] Messages are moved by callers that wait, and by a thread while there are none. A
+// thread that woke for every message would take the core from the callers. So callers sleep on the bell and
+// the thread on the alarm, which others ring only if this rank wants that: there is something to move and
+// no caller. Who begins to want it looks once more whether there is anything to move now. The thread does
+// not hear of what is issued, unless it rests, since there was nothing for a while.
 #pragma once
 
 #include <atomic>
@@ -82,6 +88,8 @@ class Messages {
   };
 
   void begin(const std::shared_ptr<Message>& message, bool in_background);
+  bool is_pending() const;
+  void want_alarm(bool wanted);
   bool progress();
   bool move();
   bool push(Message& message);
@@ -93,9 +101,8 @@ class Messages {
   void check_peers(bool& overdue);
   void run();
   std::uint64_t waiting_in(int from, int to) const;
-  std::size_t put(int to, const std::byte* data, std::size_t bytes);
-  std::size_t get(int from, std::byte* data, std::size_t bytes);
-  void ring_bell(int rank);
+  void put(int to, const std::byte* data, std::size_t bytes);
+  void get(int from, std::byte* data, std::size_t bytes);
 
   Members& members_;
   const bool yields_;
@@ -107,6 +114,7 @@ class Messages {
   std::vector<Inlet> inlets_;
   std::thread thread_;
   bool stopping_ = false;
+  bool is_resting_ = false;  // the thread, until there is something to do
   int callers_ = 0;
 };
 

@@ -262,6 +262,34 @@ TEST(a_forked_child_can_end_as_it_likes_without_harm_to_its_parent) {
   CHECK_EQUAL(large[0], 2.0f);
 }
 
+// Threads do not survive a fork, but what they wait on and are joined by is copied.
+TEST(a_forked_child_can_drop_a_group_whose_threads_wait) {
+  for (const auto pause : {10ms, 1300ms}) {  // the thread of the messages waits for one, and for any
+    Ranks ranks(2);
+    std::vector<float> one = ones(kLarge), other = ones(kLarge), message = ones(1);
+    const std::vector<OpPtr> ops{all_reduce(one), all_reduce(other)};
+    for (int rank = 0; rank < 2; ++rank) ranks.at(rank).issue(ops[static_cast<std::size_t>(rank)], true);
+    for (const OpPtr& op : ops) CHECK(becomes_done([&] { return op->is_done.load(); }));
+    const MessagePtr expected = make_message(Kind::kRecv, 1, 0, message.data(), sizeof(float));
+    ranks.at(0).issue(expected, true);
+    if (pause > 1s) ranks.at(1).wait([&] {
+      const MessagePtr sent = make_message(Kind::kSend, 0, 0, one.data(), sizeof(float));
+      ranks.at(1).issue(sent, true);
+      return sent;
+    }());
+    std::this_thread::sleep_for(pause);
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::alarm(5);
+      ranks.contexts.clear();
+      ::_exit(0);
+    }
+    int status = 0;
+    CHECK(child > 0 && ::waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  }
+}
+
 // Real processes: rank 1 is killed, or stopped, at each point of a collective.
 void end_at(Phase phase, int nth, int signal, std::size_t size, bool symmetric) {
   const std::size_t bytes = Layout(2).bytes();

@@ -144,6 +144,42 @@ TEST(several_threads_of_a_rank_wait_each_for_its_own_message) {
   });
 }
 
+// Each message that nobody was told of would take as long as a sleep.
+TEST(messages_that_nobody_waits_for_are_moved_at_once) {
+  Ranks ranks(2);
+  const auto start = Clock::now();
+  ranks.run([&](int rank, Context& context) {
+    for (unsigned round = 0; round < 300; ++round) {
+      const auto right = bytes(1 + round * 4999, round);
+      std::vector<std::byte> got(right.size()), note(1), out(1);
+      auto data = right;
+      const MessagePtr received = start_receive(context, 1 - rank, 0, got);
+      const MessagePtr sent = start_send(context, 1 - rank, 0, data);
+      if (round % 3 == 0) {  // a caller comes, and leaves the others as they are
+        const MessagePtr noted = start_receive(context, 1 - rank, 1, note);
+        context.wait(start_send(context, 1 - rank, 1, out));
+        context.wait(noted);
+      }
+      while (!received->is_done || !sent->is_done) std::this_thread::sleep_for(20us);
+      CHECK(got == right);
+    }
+  });
+  CHECK(Clock::now() - start < (kSanitized ? 60s : 10s));
+}
+
+TEST(a_message_is_moved_by_a_thread_that_had_nothing_to_do_for_long) {
+  Ranks ranks(2);
+  for (int round = 0; round < 2; ++round) {
+    std::vector<std::byte> got(10);
+    auto data = bytes(10, 1);
+    const MessagePtr received = start_receive(ranks.at(0), 1, 0, got);
+    ranks.at(1).wait(start_send(ranks.at(1), 0, 0, data));
+    for (int i = 0; i < 1000 && !received->is_done; ++i) std::this_thread::sleep_for(5ms);
+    CHECK(received->is_done);
+    std::this_thread::sleep_for(1300ms);  // it rests by now
+  }
+}
+
 TEST(a_message_of_another_size_than_expected_is_an_error_and_the_next_one_arrives) {
   Ranks ranks(2);
   ranks.run([&](int rank, Context& context) {
@@ -245,9 +281,7 @@ TEST(a_damaged_channel_is_an_error_of_its_messages_and_not_the_end_of_the_proces
     std::vector<std::byte> data(10);
     const MessagePtr message = start_receive(ranks.at(0), 1, 0, data, 5);
     ranks.at(1).members().channel(1, 0).written.store(std::uint64_t{1} << 40);
-    Line& line = ranks.at(0).members().line(0);
-    line.bell.fetch_add(1);
-    wake_all(line.bell);
+    ranks.at(1).members().call(0);
     for (int i = 0; !is_waited && i < 500 && !message->is_done; ++i) std::this_thread::sleep_for(10ms);
     CHECK_THROWS(InvalidError, ranks.at(0).wait(message));
   }

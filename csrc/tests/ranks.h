@@ -34,10 +34,10 @@ class Ranks {
     const Ticket ticket = first.ticket();
     std::vector<Segment> segments;
     for (int rank = 1; rank < world; ++rank) segments.push_back(Segment::open(ticket, Layout(world).bytes()));
-    contexts.push_back(std::make_unique<Context>(std::move(first), 0, peers_here(world), 1, 2, true));
+    contexts.push_back(Context::make(std::move(first), 0, peers_here(world), 1, 2, true));
     for (int rank = 1; rank < world; ++rank) {
-      contexts.push_back(std::make_unique<Context>(std::move(segments[static_cast<std::size_t>(rank) - 1]), rank,
-                                                   peers_here(world), 1, 2, false));
+      contexts.push_back(Context::make(std::move(segments[static_cast<std::size_t>(rank) - 1]), rank,
+                                       peers_here(world), 1, 2, false));
     }
   }
 
@@ -59,7 +59,7 @@ class Ranks {
   int world() const { return static_cast<int>(contexts.size()); }
   Context& at(int rank) { return *contexts[static_cast<std::size_t>(rank)]; }
 
-  std::vector<std::unique_ptr<Context>> contexts;
+  std::vector<std::shared_ptr<Context>> contexts;
 };
 
 using OpPtr = std::shared_ptr<Op>;
