@@ -199,7 +199,7 @@ void Collectives::write(const Op& op, std::size_t round, unsigned turn) {
     const std::size_t all = op.source_bytes.empty() ? bytes_of(op) : op.source_bytes[piece];
     if ((pieces > 1 && piece == own) || begin >= all) continue;
     const std::size_t bytes = std::min(capacity, all - begin);
-    std::memcpy(slot + static_cast<std::size_t>(piece) * capacity, op.sources[piece] + begin, bytes);
+    copy_bytes(slot + static_cast<std::size_t>(piece) * capacity, op.sources[piece] + begin, bytes);
     counters_.copied_bytes.fetch_add(bytes, std::memory_order_relaxed);
   }
 }
@@ -215,14 +215,14 @@ void Collectives::read(Op& op, std::size_t round, unsigned turn) {
   if (bytes == 0 && a.kind != Kind::kAllToAll) return;  // an empty tensor may have no address
   switch (a.kind) {
     case Kind::kBroadcast:
-      if (own != a.root) std::memcpy(op.targets[0] + begin, members_.in(a.root, turn), bytes);
+      if (own != a.root) copy_bytes(op.targets[0] + begin, members_.in(a.root, turn), bytes);
       return;
     case Kind::kScatter:
       if (own == a.root) {
-        std::memcpy(op.targets[0] + begin, op.sources[own] + begin, bytes);
+        copy_bytes(op.targets[0] + begin, op.sources[own] + begin, bytes);
       } else {
         const std::byte* slot = members_.in(a.root, turn);
-        std::memcpy(op.targets[0] + begin, slot + static_cast<std::size_t>(own) * capacity, bytes);
+        copy_bytes(op.targets[0] + begin, slot + static_cast<std::size_t>(own) * capacity, bytes);
       }
       return;
     case Kind::kGather:
@@ -230,8 +230,8 @@ void Collectives::read(Op& op, std::size_t round, unsigned turn) {
       [[fallthrough]];
     case Kind::kAllGather:
       for (int rank = 0; rank < world; ++rank) {
-        const std::byte* source = rank == own ? op.sources[0] + begin : members_.in(rank, turn);
-        std::memmove(op.targets[rank] + begin, source, bytes);  // it may be gathered in place
+        if (rank != own) copy_bytes(op.targets[rank] + begin, members_.in(rank, turn), bytes);
+        if (rank == own) std::memmove(op.targets[rank] + begin, op.sources[0] + begin, bytes);  // maybe in place
       }
       return;
     case Kind::kAllToAll:
@@ -240,8 +240,8 @@ void Collectives::read(Op& op, std::size_t round, unsigned turn) {
         const std::byte* source =
             rank == own ? op.sources[own] + begin
                         : members_.in(rank, turn) + static_cast<std::size_t>(own) * capacity;
-        std::memcpy(op.targets[rank] + begin, source,
-                    std::min(capacity, static_cast<std::size_t>(op.target_bytes[rank]) - begin));
+        copy_bytes(op.targets[rank] + begin, source,
+             std::min(capacity, static_cast<std::size_t>(op.target_bytes[rank]) - begin));
       }
       return;
     case Kind::kReduce:
@@ -384,8 +384,8 @@ void Collectives::reduce_through_slots(Op& op) {
       const std::size_t begin = share.begin * element;
       const std::size_t end = share.end * element;
       std::byte* slot = members_.in(own, turn);
-      std::memcpy(slot, here, begin);
-      std::memcpy(slot + end, here + end, length(chunk) * element - end);
+      copy_bytes(slot, here, begin);
+      copy_bytes(slot + end, here + end, length(chunk) * element - end);
     }
     tick_and_await(op);
     if (chunk > 0) {
@@ -393,9 +393,8 @@ void Collectives::reduce_through_slots(Op& op) {
       for (int rank = 0; rank < world; ++rank) {
         if (rank == own) continue;
         const Share share(length(chunk - 1), element, rank, world);
-        std::memcpy(before + share.begin * element,
-                    members_.out(rank, turn - 1) + share.begin * element,
-                    (share.end - share.begin) * element);
+        copy_bytes(before + share.begin * element, members_.out(rank, turn - 1) + share.begin * element,
+             (share.end - share.begin) * element);
       }
     }
     if (chunk < chunks) {

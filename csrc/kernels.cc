@@ -5,13 +5,19 @@
 namespace gradsync {
 namespace {
 
-using Kernel = void (*)(const Reduction&, std::size_t, std::size_t);
+struct Kernels {
+  void (*reduce)(const Reduction&, std::size_t, std::size_t);
+  void (*copy_bytes)(std::byte*, const std::byte*, std::size_t);
+};
 
-Kernel best_kernel() {
+const Kernels& best_kernels() {
+  static const Kernels best = [] {
 #if defined(__x86_64__)
-  if (has_avx2()) return avx2::reduce;
+    if (has_avx2()) return Kernels{avx2::reduce, avx2::copy_bytes};
 #endif
-  return plain::reduce;
+    return Kernels{plain::reduce, plain::copy_bytes};
+  }();
+  return best;
 }
 
 }  // namespace
@@ -56,8 +62,9 @@ bool can_reduce(DType dtype, ReduceOp op) {
 }
 
 void reduce(const Reduction& reduction, std::size_t begin, std::size_t end) {
-  static const Kernel kernel = best_kernel();
-  kernel(reduction, begin, end);
+  best_kernels().reduce(reduction, begin, end);
 }
+
+void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) { best_kernels().copy_bytes(to, from, bytes); }
 
 }  // namespace gradsync

@@ -1,4 +1,4 @@
-// Element-wise reductions over memory: no ranks, no synchronisation.
+// Element-wise reductions over memory, and copies: no ranks, no synchronisation.
 #pragma once
 
 #include <cstddef>
@@ -34,5 +34,8 @@ struct Reduction {
 // are added up in float32, so the result depends on the values alone. The average of
 // floats is multiplied by 1 / source_count, that of integers is divided and cut towards zero.
 void reduce(const Reduction& reduction, std::size_t begin, std::size_t end);
+
+// As memcpy, for memory that another core has just written or is about to read.
+void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes);
 
 }  // namespace gradsync

@@ -35,6 +35,7 @@ struct Mean {
 
 namespace plain {
 void reduce(const Reduction& reduction, std::size_t begin, std::size_t end);
+void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes);
 void fill(const Filling& filling);
 void mean(const Mean& mean);
 }  // namespace plain
@@ -42,6 +43,7 @@ void mean(const Mean& mean);
 bool has_avx2();
 namespace avx2 {
 void reduce(const Reduction& reduction, std::size_t begin, std::size_t end);
+void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes);
 void fill(const Filling& filling);
 void mean(const Mean& mean);
 }  // namespace avx2

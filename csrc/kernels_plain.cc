@@ -15,6 +15,9 @@ constexpr int kVectorBytes = 16;
 void reduce(const Reduction& reduction, std::size_t begin, std::size_t end) {
   reduce_any(reduction, begin, end);
 }
+void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
+  if (bytes > 0) std::memcpy(to, from, bytes);
+}
 void fill(const Filling& filling) { fill_any(filling); }
 void mean(const Mean& mean) { mean_any(mean); }
 }  // namespace gradsync::plain

@@ -23,6 +23,7 @@ constexpr std::size_t kAllSlotsBytes = 64 * 1024 * 1024;  // of a group together
 constexpr std::size_t kSmallBytes = 32 * 1024;       // up to here one exchange does it all
 constexpr std::size_t kPairBytes = 16 * 1024 * 1024;  // of all channels together, at most
 constexpr std::size_t kMaxChannelBytes = 256 * 1024;
+constexpr std::size_t kCacheLine = 64;
 constexpr std::size_t kAlignment = 128;  // two cache lines: neighbours are fetched in pairs
 
 enum class Kind : std::uint32_t {
@@ -68,7 +69,7 @@ struct alignas(kAlignment) Line {
   std::atomic<std::uint32_t> alarm_sleepers;
 };
 
-// A ring of bytes from one rank to another.
+// A ring of bytes from one rank to another. All that is put in begins with a cache line.
 struct alignas(kAlignment) Channel {
   std::atomic<std::uint64_t> written;  // by the sender
   alignas(kAlignment) std::atomic<std::uint64_t> read;  // by the receiver

@@ -18,8 +18,11 @@ std::byte* ring_of(Channel& channel) { return reinterpret_cast<std::byte*>(&chan
 // Of a long message a good part is moved at a time: each move rings a bell. The other rank goes on with it
 // meanwhile. It cannot get stuck: where there is too little to take out, there is room enough to put in.
 std::size_t piece_of(std::uint64_t rest, std::size_t capacity) {
-  return static_cast<std::size_t>(std::min<std::uint64_t>(rest, capacity / 8));
+  return static_cast<std::size_t>(std::min<std::uint64_t>(rest, std::max(capacity / 8, kCacheLine)));
 }
+
+// What it takes in the ring: copies that straddle cache lines are slow.
+std::size_t whole_lines(std::size_t bytes) { return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine; }
 
 Errand errand(const Message& message) { return {&message.announcement, message.deadline}; }
 
@@ -210,10 +213,10 @@ bool Messages::push(Message& message) {
   }
   while (message.moved < message.bytes) {  // no more than there was room for: others want to be moved too
     const std::size_t piece = piece_of(message.bytes - message.moved, capacity);
-    if (piece > room) break;
+    if (whole_lines(piece) > room) break;
     put(message.other, message.data + message.moved, piece);
     message.moved += piece;
-    room -= piece;
+    room -= whole_lines(piece);
     members_.call(message.other);
     has_told = moved = true;
   }
@@ -242,10 +245,10 @@ bool Messages::pull(int from) {
     std::uint64_t there = waiting_in(from, members_.rank());
     while (inlet.taken < inlet.head.bytes) {
       const std::size_t piece = piece_of(inlet.head.bytes - inlet.taken, members_.channel_bytes());
-      if (piece > there) break;
+      if (whole_lines(piece) > there) break;
       get(from, data + inlet.taken, piece);
       inlet.taken += piece;
-      there -= piece;
+      there -= whole_lines(piece);
       members_.call(from);
       moved = true;
     }
@@ -420,9 +423,9 @@ void Messages::put(int to, const std::byte* data, std::size_t bytes) {
   const std::uint64_t written = channel.written.load(std::memory_order_relaxed);
   const std::size_t at = written % capacity;
   const std::size_t first = std::min(bytes, capacity - at);
-  std::memcpy(ring_of(channel) + at, data, first);
-  if (bytes > first) std::memcpy(ring_of(channel), data + first, bytes - first);
-  channel.written.store(written + bytes, std::memory_order_seq_cst);
+  copy_bytes(ring_of(channel) + at, data, first);
+  if (bytes > first) copy_bytes(ring_of(channel), data + first, bytes - first);
+  channel.written.store(written + whole_lines(bytes), std::memory_order_seq_cst);
 }
 
 // There have to be as many.
@@ -432,9 +435,9 @@ void Messages::get(int from, std::byte* data, std::size_t bytes) {
   const std::uint64_t read = channel.read.load(std::memory_order_relaxed);
   const std::size_t at = read % capacity;
   const std::size_t first = std::min(bytes, capacity - at);
-  std::memcpy(data, ring_of(channel) + at, first);
-  if (bytes > first) std::memcpy(data + first, ring_of(channel), bytes - first);
-  channel.read.store(read + bytes, std::memory_order_seq_cst);
+  copy_bytes(data, ring_of(channel) + at, first);
+  if (bytes > first) copy_bytes(data + first, ring_of(channel), bytes - first);
+  channel.read.store(read + whole_lines(bytes), std::memory_order_seq_cst);
 }
 
 }  // namespace gradsync

@@ -57,7 +57,7 @@ class Messages {
   void stop();
 
  private:
-  struct Head {
+  struct alignas(kCacheLine) Head {
     std::uint64_t bytes;
     std::int32_t tag;
     std::uint32_t magic;

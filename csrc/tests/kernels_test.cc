@@ -17,15 +17,20 @@ namespace {
 using Bytes = std::vector<std::uint8_t>;
 using Kernel = void (*)(const Reduction&, std::size_t, std::size_t);
 
+using Copy = void (*)(std::byte*, const std::byte*, std::size_t);
+
 struct Variant {
   const char* name;
   Kernel reduce;
+  Copy copy;
 };
 
 std::vector<Variant> variants() {
-  std::vector<Variant> all{{"the chosen", reduce}, {"plain", plain::reduce}};
+  std::vector<Variant> all{{"the chosen", reduce, copy_bytes}, {"plain", plain::reduce, plain::copy_bytes}};
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) all.push_back({"avx2", avx2::reduce});
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+    all.push_back({"avx2", avx2::reduce, avx2::copy_bytes});
+  }
 #endif
   return all;
 }
@@ -309,6 +314,23 @@ TEST(every_kernel_agrees_with_the_reference) {
       }
     }
   }
+}
+
+TEST(a_copy_is_whole_and_touches_nothing_beside_it) {
+  constexpr std::size_t kMost = 10000, kMargin = 300;
+  std::vector<std::byte> from(kMost + 2 * kMargin);
+  for (std::size_t i = 0; i < from.size(); ++i) from[i] = static_cast<std::byte>(i * 31 + i / 256);
+  for (const Variant& variant : variants()) {
+    for (const std::size_t bytes : {0, 1, 63, 64, 4095, 4096, 4097, 4160, 4161, 9999, 10000}) {
+      for (const std::size_t shift : {0, 1, 7, 33}) {
+        std::vector<std::byte> to(from.size(), std::byte{0x5a}), right = to;
+        std::copy_n(from.begin() + static_cast<std::ptrdiff_t>(shift), bytes, right.begin() + kMargin);
+        variant.copy(to.data() + kMargin, from.data() + shift, bytes);
+        CHECK(to == right);
+      }
+    }
+  }
+  copy_bytes(nullptr, nullptr, 0);
 }
 
 TEST(bitwise_operations_are_for_integers_and_nothing_reduces_bytes) {
