@@ -10,6 +10,8 @@ namespace gradsync {
 namespace {
 
 constexpr std::size_t kPieceBytes = 32 * 1024;  // of a reduction in place, at a time
+// Of one through slots, at a time: with two in-slots and two out-slots it stays in the second-level cache.
+constexpr std::size_t kChunkBytes = 128 * 1024;
 
 bool gives_pieces(Kind kind) {
   return kind == Kind::kReduceScatter || kind == Kind::kAllToAll || kind == Kind::kScatter;
@@ -17,14 +19,6 @@ bool gives_pieces(Kind kind) {
 
 std::size_t bytes_of(const Op& op) {
   return op.announcement.count * size_of(op.announcement.dtype);
-}
-
-// How much goes through a slot at a time: enough chunks to work on one while another is on its way,
-// and no more, since each has to be waited for.
-std::size_t chunk_bytes(std::size_t bytes, std::size_t slot_bytes) {
-  constexpr std::size_t kLeast = 128 * 1024;
-  const std::size_t wanted = (bytes / 8 + kAlignment - 1) / kAlignment * kAlignment;
-  return std::min(slot_bytes, std::max(kLeast, wanted));
 }
 
 // The part of `count` elements that a rank reduces, cut at cache lines; in place it is done by pieces.
@@ -370,7 +364,7 @@ void Collectives::reduce_through_slots(Op& op) {
   const int own = members_.rank();
   const int world = members_.world();
   const std::size_t element = size_of(a.dtype);
-  const std::size_t capacity = chunk_bytes(bytes_of(op), members_.slot_bytes()) / element;
+  const std::size_t capacity = std::min(kChunkBytes, members_.slot_bytes()) / element;
   const std::size_t chunks = (a.count + capacity - 1) / capacity;
   std::byte* data = op.targets[0];
   std::array<const void*, kMaxRanks> sources;
