@@ -80,8 +80,8 @@ def check_exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], size: in
         )
 
 
-def split(kind: str, whole: Tensor, sizes: Sequence[int] | None, size: int) -> list[Tensor]:
-    """Cut along the first dimension, evenly without ``sizes``."""
+def split(kind: str, whole: Tensor, sizes: Sequence[int] | None, size: int) -> list[int]:
+    """Bytes of the parts along the first dimension, which are equal without ``sizes``."""
     rows = whole.shape[0] if whole.dim() else 0
     if not sizes:
         if rows % size:
@@ -95,4 +95,5 @@ def split(kind: str, whole: Tensor, sizes: Sequence[int] | None, size: int) -> l
             f"Split sizes doesn't match total dim 0 size: {kind} has {rows} rows, the split "
             f"sizes are {list(sizes)} for {size} ranks."
         )
-    return list(whole.split(list(sizes)))
+    row = whole.nbytes // rows if rows else 0
+    return [row * count for count in sizes]

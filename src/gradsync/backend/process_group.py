@@ -6,7 +6,6 @@ no way there goes to an inner gloo group, which is made when it is first needed.
 
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +39,7 @@ from gradsync.backend.arguments import (
 )
 from gradsync.backend.dynamo import leave_alone
 from gradsync.backend.group_base import DEFAULT_TIMEOUT, GroupBase, Work
+from gradsync.backend.places import each_to_fill, each_to_read, parts_to_fill, parts_to_read
 from gradsync.backend.shared_memory import (
     PersistentReduction,
     Reduction,
@@ -175,7 +175,7 @@ class SharedMemoryGroup(GroupBase):
             return self._engine(output).reduce_scatter([output], [list(pieces)], opts)
         check_pieces("input", pieces, output, self._size)
         started = self._memory.reduce_scatter(
-            output, pieces, op, self._seconds(opts), later=opts.asyncOp
+            output, each_to_read(pieces), op, self._seconds(opts), later=opts.asyncOp
         )
         return self._work("reduce_scatter", started, [output], pieces)
 
@@ -188,8 +188,11 @@ class SharedMemoryGroup(GroupBase):
         if self._memory is None or op is None or not self._reduces(outputTensor, op):
             engine = self._engine(outputTensor)
             return engine._reduce_scatter_base(outputTensor, inputTensor, opts)
-        flat = inputTensor.contiguous().view(-1)
-        return self.reduce_scatter([outputTensor], [_cut(flat, self._size)], opts)
+        pieces = parts_to_read(inputTensor, [outputTensor.nbytes] * self._size)
+        started = self._memory.reduce_scatter(
+            outputTensor, pieces, op, self._seconds(opts), later=opts.asyncOp
+        )
+        return self._work("reduce_scatter", started, [outputTensor], [inputTensor])
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -232,7 +235,8 @@ class SharedMemoryGroup(GroupBase):
         if self._memory is None or not is_dense(tensor):
             return self._engine(tensor).allgather([list(outputs)], [tensor], opts)
         check_pieces("output", outputs, tensor, self._size)
-        started = self._memory.all_gather(outputs, tensor, self._seconds(opts), later=opts.asyncOp)
+        places = each_to_fill(outputs)
+        started = self._memory.all_gather(places, tensor, self._seconds(opts), later=opts.asyncOp)
         return self._work("all_gather", started, outputs, [tensor])
 
     def all_gather_single(
@@ -242,11 +246,8 @@ class SharedMemoryGroup(GroupBase):
         check_whole("output", output, input, self._size)
         if self._memory is None or not is_dense(input):
             return self._engine(input)._allgather_base(output, input, opts)
-        whole = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
-        pieces = _cut(whole.view(-1), self._size)
-        started = self._memory.all_gather(pieces, input, self._seconds(opts), later=opts.asyncOp)
-        if whole is not output:
-            started.finish = partial(output.copy_, whole)
+        places = parts_to_fill(output, [input.nbytes] * self._size)
+        started = self._memory.all_gather(places, input, self._seconds(opts), later=opts.asyncOp)
         return self._work("all_gather", started, [output], [input])
 
     _allgather_base = all_gather_single
@@ -277,7 +278,8 @@ class SharedMemoryGroup(GroupBase):
         seconds, started = self._seconds(opts), []
         for outputs, tensor in zip(columns, input_list, strict=True):
             check_pieces("output", outputs, tensor, self._size)
-            started.append(self._memory.all_gather(outputs, tensor, seconds, later=opts.asyncOp))
+            places = each_to_fill(outputs)
+            started.append(self._memory.all_gather(places, tensor, seconds, later=opts.asyncOp))
         flat = [output for outputs in columns for output in outputs]
         return self._work("all_gather", together(started), flat, input_list)
 
@@ -296,7 +298,7 @@ class SharedMemoryGroup(GroupBase):
             outputs = only(output_tensors)
             check_pieces("output", outputs, tensor, self._size)
         started = self._memory.gather(
-            outputs, tensor, self._root(opts), self._seconds(opts), later=opts.asyncOp
+            each_to_fill(outputs), tensor, self._root(opts), self._seconds(opts), later=opts.asyncOp
         )
         return self._work("gather", started, outputs, [tensor])
 
@@ -315,7 +317,7 @@ class SharedMemoryGroup(GroupBase):
             pieces = only(input_tensors)
             check_pieces("input", pieces, output, self._size)
         started = self._memory.scatter(
-            output, pieces, self._root(opts), self._seconds(opts), later=opts.asyncOp
+            output, each_to_read(pieces), self._root(opts), self._seconds(opts), later=opts.asyncOp
         )
         return self._work("scatter", started, [output], pieces)
 
@@ -331,7 +333,10 @@ class SharedMemoryGroup(GroupBase):
         if self._memory is None or not is_dense(first):
             return self._engine(first).alltoall(list(output_tensors), list(input_tensors), opts)
         started = self._memory.all_to_all(
-            output_tensors, input_tensors, self._seconds(opts), later=opts.asyncOp
+            each_to_fill(output_tensors),
+            each_to_read(input_tensors),
+            self._seconds(opts),
+            later=opts.asyncOp,
         )
         return self._work("all_to_all", started, output_tensors, input_tensors)
 
@@ -348,15 +353,12 @@ class SharedMemoryGroup(GroupBase):
             return self._engine(output).alltoall_base(
                 output, input, list(output_split_sizes or ()), list(input_split_sizes or ()), opts
             )
-        whole = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
         started = self._memory.all_to_all(
-            split("output", whole, output_split_sizes, self._size),
-            split("input", input.contiguous(), input_split_sizes, self._size),
+            parts_to_fill(output, split("output", output, output_split_sizes, self._size)),
+            parts_to_read(input, split("input", input, input_split_sizes, self._size)),
             self._seconds(opts),
             later=opts.asyncOp,
         )
-        if whole is not output:
-            started.finish = partial(output.copy_, whole)
         return self._work("all_to_all", started, [output], [input])
 
     alltoall_base = all_to_all_single
@@ -407,11 +409,6 @@ class SharedMemoryGroup(GroupBase):
         ):  # gloo takes none either, but would wait for all ranks
             raise ArgumentError(f"Messages are dense tensors; got one of {tensor.layout}.")
         return is_dense(tensor)
-
-
-def _cut(flat: Tensor, count: int) -> list[Tensor]:
-    """Equal parts; none is missing if they are empty."""
-    return list(flat.view(count, -1)) if flat.numel() else [flat] * count
 
 
 def _last(works: Sequence[Work]) -> Work:

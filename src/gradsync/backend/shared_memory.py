@@ -1,7 +1,4 @@
-"""The Python face of the native part: tensors go in, operations under way come out.
-
-A tensor is taken as it is if it is contiguous. Any other is copied, and copied back at the end.
-"""
+"""The Python face of the native part: tensors go in, operations under way come out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +9,7 @@ from torch import Tensor
 
 from gradsync.backend import _native
 from gradsync.backend._native import DType, Kind, ReduceOp
+from gradsync.backend.places import Places, in_place, one, plain, to_fill
 from gradsync.backend.work import All, Finish, Handle, translate
 from gradsync.errors import ArgumentError
 
@@ -203,106 +201,81 @@ class SharedMemory:
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, seconds: float, *, later: bool) -> Started:
         """Reduce ``tensor`` in place over all ranks."""
-        flat, finish = _in_place(tensor)
-        return self._reduction(Kind.ALL_REDUCE, op, -1, [flat], [flat], finish, seconds, later)
+        flat, finish = in_place(tensor)
+        place = one(flat, finish)
+        return self._reduction(Kind.ALL_REDUCE, op, -1, place, place, flat, seconds, later)
 
     def reduce(
         self, tensor: Tensor, op: ReduceOp, root: int, seconds: float, *, later: bool
     ) -> Started:
         """Reduce ``tensor`` in place on rank ``root``; the others' stay."""
-        flat, finish = _in_place(tensor)
-        if self.rank != root:
-            finish = None
-        return self._reduction(Kind.REDUCE, op, root, [flat], [flat], finish, seconds, later)
+        flat, finish = in_place(tensor)
+        place = one(flat, finish if self.rank == root else None)
+        return self._reduction(Kind.REDUCE, op, root, place, place, flat, seconds, later)
 
     def reduce_scatter(
-        self, output: Tensor, pieces: Sequence[Tensor], op: ReduceOp, seconds: float, *, later: bool
+        self, output: Tensor, pieces: Places, op: ReduceOp, seconds: float, *, later: bool
     ) -> Started:
         """Reduce the pieces over all ranks; each rank gets the one that is its own."""
-        flat, finish = _for_output(output)
-        sources = [_real(_plain(piece)) for piece in pieces]
-        return self._reduction(Kind.REDUCE_SCATTER, op, -1, sources, [flat], finish, seconds, later)
+        flat, finish = to_fill(output)
+        target = one(flat, finish)
+        return self._reduction(Kind.REDUCE_SCATTER, op, -1, pieces, target, flat, seconds, later)
 
     def _reduction(
         self,
         kind: Kind,
         op: ReduceOp,
         root: int,
-        sources: list[Tensor],
-        targets: list[Tensor],
-        finish: Finish | None,
+        sources: Places,
+        target: Places,
+        measure: Tensor,
         seconds: float,
         later: bool,
     ) -> Started:
-        target = targets[0]
         handle = self.context.collective(
-            kind,
-            DTYPES[target.dtype],
-            op,
-            root,
-            target.numel(),
-            [source.data_ptr() for source in sources],
-            [target.data_ptr()],
-            (),
-            (),
-            seconds,
-            later,
-        )
-        return Started(handle, (sources, target), finish)
+            kind, DTYPES[measure.dtype], op, root, measure.numel(),
+            sources.addresses, target.addresses, (), (), seconds, later,
+        )  # fmt: skip
+        return Started(handle, (sources, target), target.finish)
 
     # ---------------------------------------------------------------- moving bytes
 
     def broadcast(self, tensor: Tensor, root: int, seconds: float, *, later: bool) -> Started:
         """Overwrite ``tensor`` with that of rank ``root``."""
-        flat, finish = _in_place(tensor)
-        if self.rank == root:
-            finish = None
-        return self._move(Kind.BROADCAST, root, [flat], [flat], flat, finish, seconds, later)
+        flat, finish = in_place(tensor)
+        place = one(flat, None if self.rank == root else finish)
+        return self._move(Kind.BROADCAST, root, place, place, flat, seconds, later)
 
     def all_gather(
-        self, outputs: Sequence[Tensor], tensor: Tensor, seconds: float, *, later: bool
+        self, outputs: Places, tensor: Tensor, seconds: float, *, later: bool
     ) -> Started:
         """Collect every rank's ``tensor``."""
-        targets, finish = _for_outputs(outputs)
-        source = _plain(tensor)
-        return self._move(Kind.ALL_GATHER, -1, [source], targets, source, finish, seconds, later)
+        source = plain(tensor)
+        return self._move(Kind.ALL_GATHER, -1, one(source), outputs, source, seconds, later)
 
     def gather(
-        self, outputs: Sequence[Tensor], tensor: Tensor, root: int, seconds: float, *, later: bool
+        self, outputs: Places, tensor: Tensor, root: int, seconds: float, *, later: bool
     ) -> Started:
         """Collect every rank's ``tensor`` on rank ``root``; the others have no outputs."""
-        targets, finish = _for_outputs(outputs)
-        source = _plain(tensor)
-        return self._move(Kind.GATHER, root, [source], targets, source, finish, seconds, later)
+        source = plain(tensor)
+        return self._move(Kind.GATHER, root, one(source), outputs, source, seconds, later)
 
     def scatter(
-        self, output: Tensor, pieces: Sequence[Tensor], root: int, seconds: float, *, later: bool
+        self, output: Tensor, pieces: Places, root: int, seconds: float, *, later: bool
     ) -> Started:
         """Give every rank its piece of rank ``root``'s; the others have none."""
-        target, finish = _for_output(output)
-        sources = [_plain(piece) for piece in pieces]
-        return self._move(Kind.SCATTER, root, sources, [target], target, finish, seconds, later)
+        flat, finish = to_fill(output)
+        return self._move(Kind.SCATTER, root, pieces, one(flat, finish), flat, seconds, later)
 
     def all_to_all(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], seconds: float, *, later: bool
+        self, outputs: Places, inputs: Places, seconds: float, *, later: bool
     ) -> Started:
         """Give rank r the r-th input, and get the own one of every rank."""
-        targets, finish = _for_outputs(outputs)
-        sources = [_plain(tensor) for tensor in inputs]
         handle = self.context.collective(
-            Kind.ALL_TO_ALL,
-            DType.BYTES,
-            ReduceOp.NONE,
-            -1,
-            0,
-            [source.data_ptr() for source in sources],
-            [target.data_ptr() for target in targets],
-            [source.nbytes for source in sources],
-            [target.nbytes for target in targets],
-            seconds,
-            later,
-        )
-        return Started(handle, (sources, targets), finish)
+            Kind.ALL_TO_ALL, DType.BYTES, ReduceOp.NONE, -1, 0,
+            inputs.addresses, outputs.addresses, inputs.sizes, outputs.sizes, seconds, later,
+        )  # fmt: skip
+        return Started(handle, (inputs, outputs), outputs.finish)
 
     def barrier(self, seconds: float, *, later: bool) -> Started:
         """Wait until all ranks have come here."""
@@ -315,10 +288,9 @@ class SharedMemory:
         self,
         kind: Kind,
         root: int,
-        sources: list[Tensor],
-        targets: list[Tensor],
+        sources: Places,
+        targets: Places,
         measure: Tensor,
-        finish: Finish | None,
         seconds: float,
         later: bool,
     ) -> Started:
@@ -330,20 +302,20 @@ class SharedMemory:
             ReduceOp.NONE,
             root,
             measure.nbytes if dtype is None else measure.numel(),
-            [source.data_ptr() for source in sources],
-            [target.data_ptr() for target in targets],
+            sources.addresses,
+            targets.addresses,
             (),
             (),
             seconds,
             later,
         )
-        return Started(handle, (sources, targets), finish)
+        return Started(handle, (sources, targets), targets.finish)
 
     # ---------------------------------------------------------------- point to point
 
     def send(self, tensor: Tensor, to: int, tag: int, seconds: float) -> Started:
         """Send ``tensor`` to rank ``to``."""
-        source = _plain(tensor)
+        source = plain(tensor)
         handle = self.context.message(
             Kind.SEND, source.data_ptr(), source.nbytes, to, tag, seconds, True
         )
@@ -351,49 +323,8 @@ class SharedMemory:
 
     def recv(self, tensor: Tensor, source: int, tag: int, seconds: float) -> Started:
         """Receive into ``tensor`` from rank ``source``, or ``ANY_SOURCE``."""
-        target, finish = _for_output(tensor)
+        target, finish = to_fill(tensor)
         handle = self.context.message(
             Kind.RECV, target.data_ptr(), target.nbytes, source, tag, seconds, True
         )
         return Started(handle, target, finish)
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """The tensor's values, one after the other: itself, or a copy."""
-    return tensor.detach().contiguous().resolve_conj().resolve_neg()
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _in_place(tensor: Tensor) -> tuple[Tensor, Finish | None]:
-    """Contiguous memory with the tensor's values; what brings the result back."""
-    if _is_plain(tensor):
-        return _real(tensor.detach()), None
-    copy = _plain(tensor)
-    return _real(copy), lambda: tensor.detach().copy_(copy)
-
-
-def _for_output(tensor: Tensor) -> tuple[Tensor, Finish | None]:
-    """Contiguous memory for a result; what brings it to the tensor."""
-    if _is_plain(tensor):
-        return _real(tensor.detach()), None
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
-    return _real(copy), lambda: tensor.detach().copy_(copy)
-
-
-def _for_outputs(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Finish | None]:
-    targets, finishes = [], []
-    for tensor in tensors:
-        target, finish = _for_output(tensor)
-        targets.append(target)
-        if finish is not None:
-            finishes.append(finish)
-    if not finishes:
-        return targets, None
-    return targets, lambda: [finish() for finish in finishes]

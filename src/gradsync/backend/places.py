@@ -1,0 +1,93 @@
+"""Where tensors lie: the memory that the native part reads and writes.
+
+A tensor is taken as it is if it is contiguous. Any other is copied, and copied back at the end.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from gradsync.backend.work import Finish
+
+
+@dataclass(slots=True)
+class Places:
+    """Stretches of memory: one, or one for each rank."""
+
+    addresses: list[int]
+    sizes: Sequence[int]  # in bytes
+    kept: object  # whose memory it is
+    finish: Finish | None = None  # brings what was written there to the caller's tensors
+
+
+def one(flat: Tensor, finish: Finish | None = None) -> Places:
+    """A contiguous tensor."""
+    return Places([flat.data_ptr()], (flat.nbytes,), flat, finish)
+
+
+def each_to_read(tensors: Sequence[Tensor]) -> Places:
+    """A place for every tensor."""
+    flats = [plain(tensor) for tensor in tensors]
+    return Places([flat.data_ptr() for flat in flats], [flat.nbytes for flat in flats], flats)
+
+
+def each_to_fill(tensors: Sequence[Tensor]) -> Places:
+    """The same, for results."""
+    flats, finishes = [], []
+    for tensor in tensors:
+        flat, finish = to_fill(tensor)
+        flats.append(flat)
+        if finish is not None:
+            finishes.append(finish)
+    places = Places([flat.data_ptr() for flat in flats], [flat.nbytes for flat in flats], flats)
+    if finishes:
+        places.finish = lambda: [finish() for finish in finishes]
+    return places
+
+
+def parts_to_read(whole: Tensor, sizes: Sequence[int]) -> Places:
+    """A place for every part of one tensor, of so many bytes. They are not cut out: that costs."""
+    return _parts(plain(whole), sizes)
+
+
+def parts_to_fill(whole: Tensor, sizes: Sequence[int]) -> Places:
+    """The same, for results."""
+    flat, finish = to_fill(whole)
+    return _parts(flat, sizes, finish)
+
+
+def _parts(flat: Tensor, sizes: Sequence[int], finish: Finish | None = None) -> Places:
+    starts = accumulate(sizes[:-1], initial=flat.data_ptr())
+    return Places(list(starts), sizes, flat, finish)
+
+
+def in_place(tensor: Tensor) -> tuple[Tensor, Finish | None]:
+    """Contiguous memory with the tensor's values; what brings the result back."""
+    if _is_plain(tensor):
+        return _real(tensor.detach()), None
+    copy = plain(tensor)
+    return _real(copy), lambda: tensor.detach().copy_(copy)
+
+
+def to_fill(tensor: Tensor) -> tuple[Tensor, Finish | None]:
+    """Contiguous memory for a result; what brings it to the tensor."""
+    if _is_plain(tensor):
+        return _real(tensor.detach()), None
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return _real(copy), lambda: tensor.detach().copy_(copy)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor's values, one after the other: itself, or a copy."""
+    return tensor.detach().contiguous().resolve_conj().resolve_neg()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
