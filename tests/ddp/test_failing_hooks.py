@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from hook_parts import LIMIT, OPTIONS, SMALL, average, done, power_sgd
 from oracles import Net, loss_of, seeded
 from oracles import batch as net_batch
@@ -15,6 +18,7 @@ from replicas import Branches, OurDDP, assert_equal_on_all_ranks, batch, caught,
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from gradsync import CollectiveError, PeerStepError, StateError, UnusedParametersError
+from gradsync.ddp import futures
 from gradsync.testing import WorkerPool
 
 
@@ -50,6 +54,16 @@ WRONG: dict[Callable[[Any], Any], tuple[type[Exception], str]] = {
     failed: (ValueError, "no luck"),
     failing_callback: (CollectiveError, "no luck in a callback"),
 }
+
+
+def with_grace(run: Callable[[int, int], Any]) -> Callable[[int, int], Any]:
+    """``run``, while futures get no more than a second longer than a collective."""
+
+    def body(rank: int, world: int) -> Any:
+        with patch.object(futures, "GRACE", timedelta(seconds=1)):
+            return run(rank, world)
+
+    return body
 
 
 def full_text(error: BaseException) -> str:
@@ -95,6 +109,43 @@ class TestFailures:
         other, culprit = pool.run(run, timeout=60, group_timeout=20)
         assert "the backward of rank 1 raised" in other
         assert "sent, and then no luck" in culprit
+
+    @pytest.mark.parametrize("backend", ["gloo", "gradsync"])
+    def test_a_future_that_nobody_completes_is_an_error_after_the_time_of_a_collective(
+        self, pool: WorkerPool, backend: str
+    ) -> None:
+        def run(rank: int, world: int) -> tuple[str, float]:
+            def hook(state, bucket):
+                future = default_hooks.allreduce_hook(group, bucket)
+                return torch.futures.Future() if rank == 1 and forgets else future
+
+            forgets = False
+            group = dist.new_group(backend=backend, timeout=timedelta(seconds=3))
+            ddp = OurDDP(seeded(Net), process_group=group)
+            ddp.register_comm_hook(group, hook)
+            loss_of(ddp(net_batch(0, rank))).backward()
+            forgets = True
+            loss = loss_of(ddp(net_batch(1, rank)))
+            began = time.monotonic()
+            return full_text(caught(loss.backward)), time.monotonic() - began
+
+        (_, waited), (text, forgot) = pool.run(with_grace(run), timeout=60, group_timeout=30)
+        assert "rank 1 of 2: the communication hook has returned a future" in text
+        assert "not completed in 0:00:04" in text
+        assert "bucket 0" in text
+        assert 3 < forgot < 20
+        assert waited < 20
+
+    def test_a_buffer_hook_that_leaves_its_future_is_an_error_too(self, pool: WorkerPool) -> None:
+        def run(rank: int, world: int) -> str:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2))
+            ddp = OurDDP(torch.nn.BatchNorm1d(3), process_group=group)
+            ddp._register_buffer_comm_hook(None, lambda state, buffers: [torch.futures.Future()])
+            loss = ddp(torch.randn(4, 3)).sum()
+            return full_text(caught(loss.backward))
+
+        for text in pool.run(with_grace(run), timeout=60, group_timeout=30):
+            assert "the buffer hook has returned a future" in text
 
     @pytest.mark.parametrize("options", ["plain", "buckets", "views", "static", "unused"])
     def test_what_a_hook_does_wrong_is_told_with_rank_and_bucket_and_to_the_others_at_once(

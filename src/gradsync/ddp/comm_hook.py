@@ -23,6 +23,7 @@ from torch.nn import Parameter
 
 from gradsync.ddp.bucket import Bucket
 from gradsync.ddp.collectives import LocalWork, Work, all_reduce, is_foreign, wait
+from gradsync.ddp.futures import result_of
 from gradsync.ddp.route import Summation
 from gradsync.errors import ArgumentError, HookTypeError, StateError
 
@@ -119,7 +120,8 @@ class HookWork(LocalWork):
         self._owner.check_not_stuck()
         assert self.future is not None, "those before it have been waited for"
         try:
-            self._bucket.receive(self._tensor(self.future.wait()))
+            result = result_of(self.future, self._owner.group, lambda: "the communication hook")
+            self._bucket.receive(self._tensor(result))
         except StateError as error:
             raise StateError(f"{error} {self._owner.describe(self._bucket)}") from None
         except Exception as error:

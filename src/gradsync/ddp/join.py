@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 
 from gradsync.ddp.collectives import wait
+from gradsync.ddp.futures import result_of
 
 if TYPE_CHECKING:
     from gradsync.ddp.wrapper import DistributedDataParallel
@@ -41,7 +42,7 @@ class DDPJoinHook(JoinHook):
         if reduces:
             ddp.reducer.shadow()
         for future in futures:
-            future.wait()
+            result_of(future, ddp.process_group, lambda: "the buffer hook")
 
     def _sync_buffers(self, reduces: bool) -> list[Any]:
         """As the forward does it, at its beginning or at its end."""

@@ -39,6 +39,7 @@ from gradsync.ddp.distributed_autograd import (
     errors_logged,
     log,
 )
+from gradsync.ddp.futures import result_of
 from gradsync.ddp.phase import BACKWARD_RUNS, Phase
 from gradsync.ddp.reducer_base import ReducerBase
 from gradsync.ddp.rollcall import Incident
@@ -421,7 +422,7 @@ class Reducer(ReducerBase):
         self.queue.launch_rest()
         self.queue.settle_rest()
         for future in self.also_wait_for:
-            future.wait()
+            result_of(future, self.queue.group, lambda: "the buffer hook")
         self.clock.reduced = self.clock.now()
         self.buckets_reduced = self.queue.reduced
         statements = self.report.hear()
