@@ -189,8 +189,7 @@ OpHandle collective(const std::shared_ptr<Context>& context, Kind kind, DType dt
 }
 
 MessageHandle message(const std::shared_ptr<Context>& context, Kind kind, Address address,
-                      std::uint64_t bytes, int other, std::int32_t tag, double seconds,
-                      bool in_background) {
+                      std::uint64_t bytes, int other, std::int32_t tag, double seconds) {
   const int world = context->members().world();
   if (other >= world || (other < 0 && !(kind == Kind::kRecv && other == kAnySource)) ||
       other == context->members().rank()) {
@@ -205,7 +204,7 @@ MessageHandle message(const std::shared_ptr<Context>& context, Kind kind, Addres
   request->data = reinterpret_cast<std::byte*>(address);
   request->bytes = bytes;
   request->deadline = after(seconds);
-  context->issue(request, in_background);
+  context->issue(request);
   return {context, request};
 }
 
@@ -402,7 +401,7 @@ PYBIND11_MODULE(_native, module) {
       .def("all_reduce", &all_reduce, py::arg("address"), py::arg("count"), py::arg("dtype"),
            py::arg("op"), py::arg("seconds"), py::arg("waits"))
       .def("message", &message, py::arg("kind"), py::arg("address"), py::arg("bytes"),
-           py::arg("other"), py::arg("tag"), py::arg("seconds"), py::arg("in_background"))
+           py::arg("other"), py::arg("tag"), py::arg("seconds"))
       .def("ticket", [](Context& self) {
         const Ticket ticket = self.members().ticket();
         return py::make_tuple(ticket.pid, ticket.descriptor, ticket.bytes);

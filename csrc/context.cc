@@ -174,11 +174,11 @@ void Context::work() {
 
 // ------------------------------------------------------------------------------- point to point
 
-void Context::issue(const std::shared_ptr<Message>& message, bool in_background) {
+void Context::issue(const std::shared_ptr<Message>& message) {
   if (message->announcement.kind == Kind::kSend) {
-    messages_.send(message, in_background);
+    messages_.send(message);
   } else {
-    messages_.receive(message, in_background);
+    messages_.receive(message);
   }
 }
 

@@ -54,7 +54,7 @@ class Context {
   // Lets a collective that was issued for a waiter go on by itself after all.
   void leave_to_background();
 
-  void issue(const std::shared_ptr<Message>& message, bool in_background);
+  void issue(const std::shared_ptr<Message>& message);
   void wait(const std::shared_ptr<Message>& message, const Interrupted& interrupted = {});
 
   // Makes everything pending fail, here and on the others.

@@ -37,21 +37,21 @@ Messages::Messages(Members& members, bool yields)
 
 Messages::~Messages() { stop(); }
 
-void Messages::send(const std::shared_ptr<Message>& message, bool in_background) {
+void Messages::send(const std::shared_ptr<Message>& message) {
   std::unique_lock<std::mutex> lock(mutex_);
   const auto to = static_cast<std::size_t>(message->other);
   if (severed_[to] != nullptr) return finish(*message, severed_[to]);
   sends_[to].push_back(message);
-  begin(message, in_background);
+  begin(*message);
 }
 
-void Messages::receive(const std::shared_ptr<Message>& message, bool in_background) {
+void Messages::receive(const std::shared_ptr<Message>& message) {
   std::unique_lock<std::mutex> lock(mutex_);
   receives_.push_back(message);
-  begin(message, in_background);
+  begin(*message);
 }
 
-void Messages::begin(const std::shared_ptr<Message>& message, bool in_background) {
+void Messages::begin(const Message& message) {
   if (members_.aborted()) {
     fail_all(std::make_exception_ptr(AbortedError("The group was aborted.")));
     return;
@@ -61,7 +61,7 @@ void Messages::begin(const std::shared_ptr<Message>& message, bool in_background
     return;
   }
   progress();
-  if (message->is_done || !in_background) return;
+  if (message.is_done) return;
   if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
   if (is_resting_) work_.notify_all();
   if (callers_ == 0) want_alarm(true);
@@ -153,7 +153,7 @@ void Messages::run() {
       }
     }
     // Callers move messages, unless a signal handler of Python's holds them up.
-    if (callers_ == 0 || now - looked >= kPatience) {
+    if (is_pending() && (callers_ == 0 || now - looked >= kPatience)) {
       looked = now;
       if (progress()) continue;
       bool overdue = false;
@@ -253,6 +253,7 @@ bool Messages::pull(int from) {
       moved = true;
     }
     if (inlet.taken < inlet.head.bytes) break;
+    if (inlet.head.bytes == 0) members_.call(from);  // there is room for a header
     if (inlet.message != nullptr) finish(*inlet.message, nullptr);
     inlet.message = nullptr;
     inlet.has_head = inlet.is_stray = false;

@@ -49,9 +49,9 @@ class Messages {
   Messages(Members& members, bool yields);
   ~Messages();
 
-  // Moves what can be moved now. If that is not all and nobody is about to wait, a thread goes on.
-  void send(const std::shared_ptr<Message>& message, bool in_background);
-  void receive(const std::shared_ptr<Message>& message, bool in_background);
+  // Moves what can be moved now. If that is not all, who waits goes on, or else a thread.
+  void send(const std::shared_ptr<Message>& message);
+  void receive(const std::shared_ptr<Message>& message);
   void wait(const std::shared_ptr<Message>& message, const Interrupted& interrupted);
   // Ends the thread; what is pending fails with AbortedError if the group was aborted.
   void stop();
@@ -87,7 +87,7 @@ class Messages {
     Messages& all_;
   };
 
-  void begin(const std::shared_ptr<Message>& message, bool in_background);
+  void begin(const Message& message);
   bool is_pending() const;
   void want_alarm(bool wanted);
   bool progress();

@@ -271,10 +271,10 @@ TEST(a_forked_child_can_drop_a_group_whose_threads_wait) {
     for (int rank = 0; rank < 2; ++rank) ranks.at(rank).issue(ops[static_cast<std::size_t>(rank)], true);
     for (const OpPtr& op : ops) CHECK(becomes_done([&] { return op->is_done.load(); }));
     const MessagePtr expected = make_message(Kind::kRecv, 1, 0, message.data(), sizeof(float));
-    ranks.at(0).issue(expected, true);
+    ranks.at(0).issue(expected);
     if (pause > 1s) ranks.at(1).wait([&] {
       const MessagePtr sent = make_message(Kind::kSend, 0, 0, one.data(), sizeof(float));
-      ranks.at(1).issue(sent, true);
+      ranks.at(1).issue(sent);
       return sent;
     }());
     std::this_thread::sleep_for(pause);

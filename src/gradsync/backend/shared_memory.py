@@ -317,7 +317,7 @@ class SharedMemory:
         """Send ``tensor`` to rank ``to``."""
         source = plain(tensor)
         handle = self.context.message(
-            Kind.SEND, source.data_ptr(), source.nbytes, to, tag, seconds, True
+            Kind.SEND, source.data_ptr(), source.nbytes, to, tag, seconds
         )
         return Started(handle, source)
 
@@ -325,6 +325,6 @@ class SharedMemory:
         """Receive into ``tensor`` from rank ``source``, or ``ANY_SOURCE``."""
         target, finish = to_fill(tensor)
         handle = self.context.message(
-            Kind.RECV, target.data_ptr(), target.nbytes, source, tag, seconds, True
+            Kind.RECV, target.data_ptr(), target.nbytes, source, tag, seconds
         )
         return Started(handle, target, finish)
