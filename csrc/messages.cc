@@ -153,9 +153,10 @@ void Messages::run() {
       }
     }
     // Callers move messages, unless a signal handler of Python's holds them up.
-    if (is_pending() && (callers_ == 0 || now - looked >= kPatience)) {
+    const bool is_time = now - looked >= kPatience;  // for deaths and deadlines, also where much is moving
+    if (is_pending() && (callers_ == 0 || is_time)) {
+      if (progress() && !is_time) continue;
       looked = now;
-      if (progress()) continue;
       bool overdue = false;
       check_peers(overdue);
       if (overdue) continue;
@@ -240,13 +241,15 @@ bool Messages::pull(int from) {
       inlet.has_head = moved = true;
       inlet.taken = 0;
     }
-    if (inlet.message == nullptr && !inlet.is_stray && !match(from)) break;
-    std::byte* data = inlet.is_stray ? inlet.strays.back().data.data() : inlet.message->data;
+    const bool is_known = inlet.message != nullptr || inlet.is_stray || inlet.is_dropped;
+    if (!is_known && !match(from)) break;
+    std::byte* data = nullptr;
+    if (!inlet.is_dropped) data = inlet.is_stray ? inlet.strays.back().data.data() : inlet.message->data;
     std::uint64_t there = waiting_in(from, members_.rank());
     while (inlet.taken < inlet.head.bytes) {
       const std::size_t piece = piece_of(inlet.head.bytes - inlet.taken, members_.channel_bytes());
       if (whole_lines(piece) > there) break;
-      get(from, data + inlet.taken, piece);
+      get(from, data == nullptr ? nullptr : data + inlet.taken, piece);
       inlet.taken += piece;
       there -= whole_lines(piece);
       members_.call(from);
@@ -256,7 +259,7 @@ bool Messages::pull(int from) {
     if (inlet.head.bytes == 0) members_.call(from);  // there is room for a header
     if (inlet.message != nullptr) finish(*inlet.message, nullptr);
     inlet.message = nullptr;
-    inlet.has_head = inlet.is_stray = false;
+    inlet.has_head = inlet.is_stray = inlet.is_dropped = false;
     moved = true;
     take_strays();
   }
@@ -281,8 +284,7 @@ bool Messages::match(int from) {
                           std::to_string(message.tag) + " expects " + std::to_string(message.bytes) +
                           " bytes, but " + std::to_string(inlet.head.bytes) + " were sent.")));
       receives_.erase(entry);
-      inlet.is_stray = true;  // its bytes have to go somewhere
-      inlet.strays.push_back({-1, std::vector<std::byte>(inlet.head.bytes)});
+      inlet.is_dropped = true;
       return true;
     }
     inlet.message = *entry;
@@ -290,8 +292,8 @@ bool Messages::match(int from) {
     return true;
   }
   if (!is_in_the_way) return false;
-  inlet.is_stray = true;
   inlet.strays.push_back({inlet.head.tag, std::vector<std::byte>(inlet.head.bytes)});
+  inlet.is_stray = true;
   return true;
 }
 
@@ -341,8 +343,10 @@ void Messages::fail_all(std::exception_ptr error) {
   for (auto& message : receives_) finish(*message, error);
   receives_.clear();
   for (Inlet& inlet : inlets_) {
-    if (inlet.message != nullptr) finish(*inlet.message, error);
+    if (inlet.message == nullptr) continue;
+    finish(*inlet.message, error);
     inlet.message = nullptr;
+    inlet.is_dropped = true;  // should the rest come after all
   }
 }
 
@@ -359,10 +363,7 @@ void Messages::check_peers(bool& overdue) {
     if (peer == members_.rank()) continue;
     any |= gone[static_cast<std::size_t>(peer)] = members_.is_gone(peer);
   }
-  if (any && progress()) {
-    overdue = true;
-    return;
-  }
+  if (any) overdue = progress();
   const auto look = [&](Message& message, int peer) {
     try {
       for (int rank = 0; rank < members_.world(); ++rank) {
@@ -382,23 +383,21 @@ void Messages::check_peers(bool& overdue) {
   };
   for (int to = 0; to < members_.world(); ++to) {
     auto& queue = sends_[static_cast<std::size_t>(to)];
-    while (!queue.empty() && look(*queue.front(), to)) {
-      if (queue.front()->has_begun) {  // what came behind it would be taken for its rest
-        auto& error = severed_[static_cast<std::size_t>(to)] = queue.front()->error;
-        for (auto& message : queue) finish(*message, error);
-        queue.clear();
-        break;
-      }
-      queue.pop_front();
+    if (!queue.empty() && queue.front()->has_begun && look(*queue.front(), to)) {
+      // What came behind it would be taken for its rest.
+      auto& error = severed_[static_cast<std::size_t>(to)] = queue.front()->error;
+      for (auto& message : queue) finish(*message, error);
+      queue.clear();
     }
+    const auto fails = [&](const auto& message) { return look(*message, to); };
+    queue.erase(std::remove_if(queue.begin(), queue.end(), fails), queue.end());
   }
   receives_.remove_if([&](const auto& message) { return look(*message, message->other); });
   for (int from = 0; from < members_.world(); ++from) {
     Inlet& inlet = inlets_[static_cast<std::size_t>(from)];
     if (inlet.message != nullptr && look(*inlet.message, from)) {
       inlet.message = nullptr;
-      inlet.is_stray = true;  // should the rest come after all
-      inlet.strays.push_back({-1, std::vector<std::byte>(inlet.head.bytes)});
+      inlet.is_dropped = true;  // should the rest come after all
     }
   }
 }
@@ -408,8 +407,9 @@ void Messages::check_peers(bool& overdue) {
 // How many bytes are in the ring.
 std::uint64_t Messages::waiting_in(int from, int to) const {
   const Channel& channel = members_.channel(from, to);
-  const std::uint64_t read = channel.read.load(std::memory_order_acquire);  // first: it does not overtake
-  const std::uint64_t bytes = channel.written.load(std::memory_order_acquire) - read;
+  // First `read`, which does not overtake. In one order with wants_alarm: see [Note: bell and alarm].
+  const std::uint64_t read = channel.read.load(std::memory_order_seq_cst);
+  const std::uint64_t bytes = channel.written.load(std::memory_order_seq_cst) - read;
   if (bytes > members_.channel_bytes()) {
     throw InvalidError("the channel from " + members_.label(from) + " to " + members_.label(to) +
                        " is damaged");
@@ -429,15 +429,15 @@ void Messages::put(int to, const std::byte* data, std::size_t bytes) {
   channel.written.store(written + whole_lines(bytes), std::memory_order_seq_cst);
 }
 
-// There have to be as many.
+// There have to be as many. Without `data` they are dropped.
 void Messages::get(int from, std::byte* data, std::size_t bytes) {
   Channel& channel = members_.channel(from, members_.rank());
   const std::size_t capacity = members_.channel_bytes();
   const std::uint64_t read = channel.read.load(std::memory_order_relaxed);
   const std::size_t at = read % capacity;
   const std::size_t first = std::min(bytes, capacity - at);
-  copy_bytes(data, ring_of(channel) + at, first);
-  if (bytes > first) copy_bytes(data + first, ring_of(channel), bytes - first);
+  if (data != nullptr) copy_bytes(data, ring_of(channel) + at, first);
+  if (data != nullptr && bytes > first) copy_bytes(data + first, ring_of(channel), bytes - first);
   channel.read.store(read + whole_lines(bytes), std::memory_order_seq_cst);
 }
 

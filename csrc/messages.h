@@ -74,6 +74,7 @@ class Messages {
     std::uint64_t taken = 0;
     std::shared_ptr<Message> message;  // whose it is
     bool is_stray = false;             // the last of `strays` is being filled
+    bool is_dropped = false;           // nobody can use it any more
     std::deque<Stray> strays;
   };
 

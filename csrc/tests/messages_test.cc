@@ -169,18 +169,23 @@ TEST(messages_that_nobody_waits_for_are_moved_at_once) {
 
 // Nothing but headers is in the ring: who takes one makes room for the next.
 TEST(many_empty_messages_are_moved_at_once) {
-  constexpr std::size_t kRings = 40;
-  Ranks ranks(2);
-  std::vector<std::byte> none;
-  std::vector<MessagePtr> sent, received;
-  for (std::size_t i = 0; i < kRings * kMaxChannelBytes / kCacheLine; ++i) sent.push_back(start_send(ranks.at(0), 1, 0, none));
-  CHECK(!sent.back()->is_done);
-  const auto start = Clock::now();
-  for (std::size_t i = 0; i < sent.size(); ++i) received.push_back(start_receive(ranks.at(1), 0, 0, none));
-  ranks.at(1).wait(received.back());
-  for (int i = 0; i < 1000 && !sent.back()->is_done; ++i) std::this_thread::sleep_for(5ms);
-  CHECK(sent.back()->is_done);
-  CHECK(Clock::now() - start < (kSanitized ? 30s : 3s));  // a sleep for each ring would be 4 s
+  constexpr std::size_t kRings = 10;
+  auto best = Clock::duration::max();
+  for (int round = 0; round < 3; ++round) {
+    Ranks ranks(2);
+    std::vector<std::byte> none;
+    std::vector<MessagePtr> sent, received;
+    for (std::size_t i = 0; i < kRings * kMaxChannelBytes / kCacheLine; ++i) {
+      sent.push_back(start_send(ranks.at(0), 1, 0, none));
+    }
+    CHECK(!sent.back()->is_done);
+    const auto start = Clock::now();
+    for (std::size_t i = 0; i < sent.size(); ++i) received.push_back(start_receive(ranks.at(1), 0, 0, none));
+    ranks.at(1).wait(received.back());
+    ranks.at(0).wait(sent.back());
+    best = std::min(best, Clock::now() - start);
+  }
+  CHECK(best < (kSanitized ? 20s : 800ms));  // a sleep for each ring would be a second
 }
 
 TEST(a_message_is_moved_by_a_thread_that_had_nothing_to_do_for_long) {
@@ -279,6 +284,34 @@ TEST(abort_ends_messages_here_and_there) {
   CHECK_THROWS(AbortedError, ranks.at(0).wait(here));
   CHECK_THROWS(AbortedError, ranks.at(1).wait(there));
   CHECK_THROWS(AbortedError, ranks.at(0).wait(start_receive(ranks.at(0), 1, 0, a)));
+}
+
+TEST(nothing_is_held_up_after_an_abort_or_a_damaged_channel) {
+  for (const bool is_aborted : {true, false}) {
+    Ranks ranks(2);
+    std::vector<std::byte> data(10);
+    const MessagePtr pending = start_receive(ranks.at(0), 1, 0, data);
+    if (is_aborted) ranks.at(0).abort();
+    if (!is_aborted) ranks.at(1).members().channel(1, 0).written.store(std::uint64_t{1} << 40);
+    for (int i = 0; i < 500 && !pending->is_done; ++i) std::this_thread::sleep_for(2ms);
+    std::this_thread::sleep_for(10ms);
+    const auto start = Clock::now();
+    const MessagePtr next = start_receive(ranks.at(0), 1, 0, data, 5);
+    ranks.at(0).close();
+    CHECK(next->is_done);
+    CHECK(Clock::now() - start < 600ms);  // a thread that looked on and on would have the lock for a second
+  }
+}
+
+TEST(a_short_deadline_behind_a_long_one_is_kept) {
+  Ranks ranks(2);
+  auto large = bytes(1000000, 1), small = bytes(10, 2);
+  const MessagePtr first = start_send(ranks.at(0), 1, 0, large);
+  CHECK_THROWS(DeadlineError, ranks.at(0).wait(start_send(ranks.at(0), 1, 0, small, 0.05)));
+  std::vector<std::byte> got(large.size());
+  ranks.at(1).wait(start_receive(ranks.at(1), 0, 0, got));
+  ranks.at(0).wait(first);
+  CHECK(got == large);
 }
 
 TEST(a_message_after_the_end_of_its_group_fails_at_once) {
