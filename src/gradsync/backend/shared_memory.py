@@ -316,9 +316,7 @@ class SharedMemory:
     def send(self, tensor: Tensor, to: int, tag: int, seconds: float) -> Started:
         """Send ``tensor`` to rank ``to``."""
         source = plain(tensor)
-        handle = self.context.message(
-            Kind.SEND, source.data_ptr(), source.nbytes, to, tag, seconds
-        )
+        handle = self.context.message(Kind.SEND, source.data_ptr(), source.nbytes, to, tag, seconds)
         return Started(handle, source)
 
     def recv(self, tensor: Tensor, source: int, tag: int, seconds: float) -> Started:
