@@ -336,9 +336,10 @@ void Messages::finish(Message& message, std::exception_ptr error) {
 }
 
 void Messages::fail_all(std::exception_ptr error) {
-  for (auto& queue : sends_) {
-    for (auto& message : queue) finish(*message, error);
-    queue.clear();
+  for (std::size_t to = 0; to < sends_.size(); ++to) {
+    if (!sends_[to].empty() && sends_[to].front()->has_begun) severed_[to] = error;
+    for (auto& message : sends_[to]) finish(*message, error);
+    sends_[to].clear();
   }
   for (auto& message : receives_) finish(*message, error);
   receives_.clear();
