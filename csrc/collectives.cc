@@ -9,10 +9,6 @@
 namespace gradsync {
 namespace {
 
-constexpr std::size_t kPieceBytes = 32 * 1024;  // of a reduction in place, at a time
-// Of one through slots, at a time: with two in-slots and two out-slots it stays in the second-level cache.
-constexpr std::size_t kChunkBytes = 128 * 1024;
-
 bool gives_pieces(Kind kind) {
   return kind == Kind::kReduceScatter || kind == Kind::kAllToAll || kind == Kind::kScatter;
 }
@@ -20,24 +16,6 @@ bool gives_pieces(Kind kind) {
 std::size_t bytes_of(const Op& op) {
   return op.announcement.count * size_of(op.announcement.dtype);
 }
-
-// The part of `count` elements that a rank reduces, cut at cache lines; in place it is done by pieces.
-struct Share {
-  Share(std::size_t count, std::size_t element, int rank, int world) : piece(kPieceBytes / element) {
-    const std::size_t line = 128 / element;
-    const std::size_t lines = (count + line - 1) / line;
-    const auto at = [&](int r) {
-      const std::size_t cut = lines * static_cast<std::size_t>(r) / static_cast<std::size_t>(world);
-      return std::min(count, cut * line);
-    };
-    begin = at(rank);
-    end = at(rank + 1);
-  }
-  std::size_t pieces() const { return (end - begin + piece - 1) / piece; }
-  std::size_t piece;  // elements
-  std::size_t begin;
-  std::size_t end;
-};
 
 // Takes the next piece of a share, each once whoever asks; false if none is left. The word has the
 // number of the collective in front, so that it needs no one to set it back. What is read was there before
@@ -64,13 +42,22 @@ bool Collectives::is_small(const Op& op) const {
   return op.announcement.kind != Kind::kAllToAll && bytes_of(op) * pieces <= kSmallBytes;
 }
 
+bool Collectives::is_light(const Op& op) const { return is_small(op) || op.announcement.symmetric != 0; }
+
+// [Note: turns] Whatever goes through slots takes a turn, and each turn has the other of a rank's two slots.
+// Who takes a turn finds that all ranks are done with the slots of that turn, whoever's they are: they were
+// used in the turn before the last, and all have made a tick of the last turn since, which it has awaited.
 void Collectives::post(Op& op) {
   probe(Phase::kPost);
+  const int own = members_.rank();
   op.turn = turn_++;
-  members_.announcement(members_.rank(), op.announcement.sequence) = op.announcement;
-  members_.line(members_.rank()).last.store(op.announcement.sequence, std::memory_order_relaxed);
-  if (is_small(op)) write(op, 0, op.turn);
-  if (op.announcement.kind == Kind::kAllToAll) announce_pieces(op);
+  members_.announcement(own, op.announcement.sequence) = op.announcement;
+  members_.line(own).last.store(op.announcement.sequence, std::memory_order_relaxed);
+  if (is_small(op) || op.announcement.kind != Kind::kAllReduce) {
+    write(op, 0, op.turn);
+  } else if (op.announcement.symmetric == 0) {
+    chunks_of(op).trade(members_.slot(own, op.turn), kNoChunk, 0);
+  }
   op.first_tick = members_.clock() + 1;
   op.is_posted = true;
   members_.tick();
@@ -84,9 +71,7 @@ void Collectives::finish(Op& op, const Patience& patience) {
   members_.await(op.first_tick, {&op.announcement, op.deadline}, patience_);
   probe(Phase::kArrived);
   check(op);
-  if (is_small(op)) {
-    read(op, 0, op.turn);
-  } else if (op.announcement.kind != Kind::kAllReduce) {
+  if (is_small(op) || op.announcement.kind != Kind::kAllReduce) {
     exchange(op);
   } else if (is_symmetric(op)) {
     reduce_in_place(op);
@@ -118,7 +103,7 @@ void Collectives::check(const Op& op) const {
 // All-to-all: what this rank sends to each, then what it expects from each, in bytes.
 void Collectives::announce_pieces(const Op& op) {
   const std::size_t row = op.source_bytes.size() * sizeof(std::uint64_t);
-  std::byte* slot = members_.in(members_.rank(), op.turn);
+  std::byte* slot = members_.slot(members_.rank(), op.turn);
   std::memcpy(slot, op.source_bytes.data(), row);
   std::memcpy(slot + row, op.target_bytes.data(), row);
 }
@@ -126,7 +111,7 @@ void Collectives::announce_pieces(const Op& op) {
 void Collectives::check_pieces(const Op& op) const {
   const int world = members_.world();
   const auto row = [&](int rank) {
-    return reinterpret_cast<const std::uint64_t*>(members_.in(rank, op.turn));
+    return reinterpret_cast<const std::uint64_t*>(members_.slot(rank, op.turn));
   };
   for (int from = 0; from < world; ++from) {
     for (int to = 0; to < world; ++to) {
@@ -146,7 +131,7 @@ std::size_t Collectives::largest_piece(const Op& op) const {
   const int world = members_.world();
   std::uint64_t largest = 0;
   for (int rank = 0; rank < world; ++rank) {
-    const auto* row = reinterpret_cast<const std::uint64_t*>(members_.in(rank, op.turn));
+    const auto* row = reinterpret_cast<const std::uint64_t*>(members_.slot(rank, op.turn));
     largest = std::max(largest, *std::max_element(row, row + world));
   }
   return largest;
@@ -160,10 +145,12 @@ void Collectives::tick_and_await(const Op& op) {
 
 // ------------------------------------------------------------------------------- moving bytes
 
+// In rounds of what fits into the slots. The first was written when it was posted.
 void Collectives::exchange(Op& op) {
   const std::size_t capacity = piece_capacity(op);
   const std::size_t rounds = (largest_piece(op) + capacity - 1) / capacity;
-  for (std::size_t round = 0; round < rounds; ++round) {
+  read(op, 0, op.turn);
+  for (std::size_t round = 1; round < rounds; ++round) {
     const unsigned turn = turn_++;
     write(op, round, turn);
     tick_and_await(op);
@@ -171,9 +158,26 @@ void Collectives::exchange(Op& op) {
   }
 }
 
+// Where rank `from` puts what it gives to rank `to`, which is its own slot, or a part of that for each. The
+// root of a scatter, who alone gives, has everybody's slots for it: then there are fewer rounds.
+std::byte* Collectives::place(const Op& op, int from, int to, unsigned turn) {
+  const Kind kind = op.announcement.kind;
+  if (!gives_pieces(kind)) return members_.slot(from, turn);
+  if (kind == Kind::kScatter) return members_.slot(to, turn);
+  return members_.slot(from, turn) + head_bytes(op) + static_cast<std::size_t>(to) * piece_capacity(op);
+}
+
+// All-to-all tells the sizes of the pieces in front of them.
+std::size_t Collectives::head_bytes(const Op& op) const {
+  if (op.announcement.kind != Kind::kAllToAll) return 0;
+  const std::size_t rows = 2 * static_cast<std::size_t>(members_.world()) * sizeof(std::uint64_t);
+  return (rows + kAlignment - 1) / kAlignment * kAlignment;
+}
+
 std::size_t Collectives::piece_capacity(const Op& op) const {
-  if (!gives_pieces(op.announcement.kind)) return members_.slot_bytes();
-  return members_.slot_bytes() / static_cast<std::size_t>(members_.world()) / kAlignment * kAlignment;
+  const Kind kind = op.announcement.kind;
+  const std::size_t pieces = gives_pieces(kind) && kind != Kind::kScatter ? members_.world() : 1;
+  return (members_.slot_bytes() - head_bytes(op)) / pieces / kAlignment * kAlignment;
 }
 
 void Collectives::write(const Op& op, std::size_t round, unsigned turn) {
@@ -185,7 +189,7 @@ void Collectives::write(const Op& op, std::size_t round, unsigned turn) {
       (root_does_not && op.announcement.root == own) || kind == Kind::kBarrier) {
     return;
   }
-  std::byte* slot = members_.in(own, turn);
+  if (kind == Kind::kAllToAll && round == 0) announce_pieces(op);
   const std::size_t capacity = piece_capacity(op);
   const std::size_t begin = round * capacity;
   const int pieces = gives_pieces(kind) ? members_.world() : 1;
@@ -193,7 +197,7 @@ void Collectives::write(const Op& op, std::size_t round, unsigned turn) {
     const std::size_t all = op.source_bytes.empty() ? bytes_of(op) : op.source_bytes[piece];
     if ((pieces > 1 && piece == own) || begin >= all) continue;
     const std::size_t bytes = std::min(capacity, all - begin);
-    copy_bytes(slot + static_cast<std::size_t>(piece) * capacity, op.sources[piece] + begin, bytes);
+    copy_bytes(place(op, own, piece, turn), op.sources[piece] + begin, bytes);
     counters_.copied_bytes.fetch_add(bytes, std::memory_order_relaxed);
   }
 }
@@ -209,33 +213,27 @@ void Collectives::read(Op& op, std::size_t round, unsigned turn) {
   if (bytes == 0 && a.kind != Kind::kAllToAll) return;  // an empty tensor may have no address
   switch (a.kind) {
     case Kind::kBroadcast:
-      if (own != a.root) copy_bytes(op.targets[0] + begin, members_.in(a.root, turn), bytes);
+      if (own != a.root) copy_bytes(op.targets[0] + begin, place(op, a.root, own, turn), bytes);
       return;
     case Kind::kScatter:
-      if (own == a.root) {
-        copy_bytes(op.targets[0] + begin, op.sources[own] + begin, bytes);
-      } else {
-        const std::byte* slot = members_.in(a.root, turn);
-        copy_bytes(op.targets[0] + begin, slot + static_cast<std::size_t>(own) * capacity, bytes);
-      }
+      copy_bytes(op.targets[0] + begin,
+                 own == a.root ? op.sources[own] + begin : place(op, a.root, own, turn), bytes);
       return;
     case Kind::kGather:
       if (own != a.root) return;
       [[fallthrough]];
     case Kind::kAllGather:
       for (int rank = 0; rank < world; ++rank) {
-        if (rank != own) copy_bytes(op.targets[rank] + begin, members_.in(rank, turn), bytes);
+        if (rank != own) copy_bytes(op.targets[rank] + begin, place(op, rank, own, turn), bytes);
         if (rank == own) std::memmove(op.targets[rank] + begin, op.sources[0] + begin, bytes);  // maybe in place
       }
       return;
     case Kind::kAllToAll:
       for (int rank = 0; rank < world; ++rank) {
         if (begin >= op.target_bytes[rank]) continue;
-        const std::byte* source =
-            rank == own ? op.sources[own] + begin
-                        : members_.in(rank, turn) + static_cast<std::size_t>(own) * capacity;
-        copy_bytes(op.targets[rank] + begin, source,
-             std::min(capacity, static_cast<std::size_t>(op.target_bytes[rank]) - begin));
+        copy_bytes(op.targets[rank] + begin,
+                   rank == own ? op.sources[own] + begin : place(op, rank, own, turn),
+                   std::min(capacity, static_cast<std::size_t>(op.target_bytes[rank]) - begin));
       }
       return;
     case Kind::kReduce:
@@ -248,10 +246,8 @@ void Collectives::read(Op& op, std::size_t round, unsigned turn) {
   // What is left are reductions, by whoever wants the result.
   std::array<const void*, kMaxRanks> sources;
   const std::byte* mine = a.kind == Kind::kReduceScatter ? op.sources[own] : op.sources[0];
-  const std::size_t piece =
-      a.kind == Kind::kReduceScatter ? static_cast<std::size_t>(own) * capacity : 0;
   for (int rank = 0; rank < world; ++rank) {
-    sources[rank] = rank == own ? mine + begin : members_.in(rank, turn) + piece;
+    sources[rank] = rank == own ? mine + begin : place(op, rank, own, turn);
   }
   void* target = op.targets[0] + begin;
   reduce({a.dtype, a.op, sources.data(), world, &target, 1}, 0, bytes / size_of(a.dtype));
@@ -279,11 +275,19 @@ bool Collectives::is_symmetric(Op& op) {
   return true;
 }
 
+// Does any rank reduce in symmetric memory, and has not given its first chunk when it posted?
+bool Collectives::any_symmetric(const Op& op) {
+  for (int rank = 0; rank < members_.world(); ++rank) {
+    if (members_.announcement(rank, op.announcement.sequence).symmetric != 0) return true;
+  }
+  return false;
+}
+
 void Collectives::map_new(Op& op) {
   const int world = members_.world();
   const unsigned turn = turn_++;
   std::vector<std::shared_ptr<Segment>> segments(static_cast<std::size_t>(world));
-  std::byte* mine = members_.in(members_.rank(), turn);
+  std::byte* mine = members_.slot(members_.rank(), turn);
   for (int rank = 0; rank < world; ++rank) {
     const Announcement& other = members_.announcement(rank, op.announcement.sequence);
     mine[rank] = std::byte{1};
@@ -301,7 +305,7 @@ void Collectives::map_new(Op& op) {
     const std::uint64_t id = members_.announcement(rank, op.announcement.sequence).symmetric;
     if (mappings_[static_cast<std::size_t>(rank)].knows(id)) continue;
     bool all_mapped = true;
-    for (int each = 0; each < world; ++each) all_mapped &= members_.in(each, turn)[rank] == std::byte{1};
+    for (int each = 0; each < world; ++each) all_mapped &= members_.slot(each, turn)[rank] == std::byte{1};
     auto& segment = segments[static_cast<std::size_t>(rank)];
     mappings_[static_cast<std::size_t>(rank)].remember(id, all_mapped ? std::move(segment) : nullptr);
   }
@@ -355,51 +359,38 @@ void Collectives::reduce_pieces(const Op& op) {
   members_.add_pieces(a.sequence, done, pieces_);
 }
 
-// [Note: one tick a chunk] A rank gives the others, chunk by chunk, what they are to reduce, reduces its
-// own share, and takes what the others have reduced of the chunk before. When all have ticked for
-// chunk i, all have put chunk i into their in-slots, and have reduced chunk i-1 into their out-slots;
-// so nobody still reads in-slot i-1 or out-slot i-2, which are filled next.
+Chunks Collectives::chunks_of(const Op& op) const {
+  return Chunks(op.targets[0], bytes_of(op), size_of(op.announcement.dtype), members_.slot_bytes(), members_.rank(),
+                members_.world());
+}
+
+// [Note: one tick a chunk] A rank puts into its slot, chunk by chunk, what the others are to reduce, and they
+// put the result there, in place of what they have read: so a cache line goes from one core to the other
+// and back, and each writes a line that it has. When all have ticked for chunk i, all have given chunk i, and
+// have reduced chunk i-1. So what a rank then finds of chunk i-1 in its slot it takes, and gives i+1.
 void Collectives::reduce_through_slots(Op& op) {
   const Announcement& a = op.announcement;
   const int own = members_.rank();
   const int world = members_.world();
-  const std::size_t element = size_of(a.dtype);
-  const std::size_t capacity = std::min(kChunkBytes, members_.slot_bytes()) / element;
-  const std::size_t chunks = (a.count + capacity - 1) / capacity;
-  std::byte* data = op.targets[0];
-  std::array<const void*, kMaxRanks> sources;
-  const auto length = [&](std::size_t chunk) { return std::min(capacity, a.count - chunk * capacity); };
-
-  for (std::size_t chunk = 0; chunk <= chunks; ++chunk) {
-    const unsigned turn = turn_++;
-    std::byte* here = data + chunk * capacity * element;
-    if (chunk < chunks) {
-      const Share share(length(chunk), element, own, world);
-      const std::size_t begin = share.begin * element;
-      const std::size_t end = share.end * element;
-      std::byte* slot = members_.in(own, turn);
-      copy_bytes(slot, here, begin);
-      copy_bytes(slot + end, here + end, length(chunk) * element - end);
-    }
+  const Chunks chunks = chunks_of(op);
+  unsigned turn = op.turn;
+  if (any_symmetric(op)) {
+    turn = turn_++;
+    chunks.trade(members_.slot(own, turn), kNoChunk, 0);
     tick_and_await(op);
-    if (chunk > 0) {
-      std::byte* before = data + (chunk - 1) * capacity * element;
-      for (int rank = 0; rank < world; ++rank) {
-        if (rank == own) continue;
-        const Share share(length(chunk - 1), element, rank, world);
-        copy_bytes(before + share.begin * element, members_.out(rank, turn - 1) + share.begin * element,
-             (share.end - share.begin) * element);
-      }
-    }
-    if (chunk < chunks) {
-      const Share share(length(chunk), element, own, world);
-      for (int rank = 0; rank < world; ++rank) {
-        sources[rank] = rank == own ? here : members_.in(rank, turn);
-      }
-      void* targets[] = {here, members_.out(own, turn)};
-      reduce({a.dtype, a.op, sources.data(), world, targets, 2}, share.begin, share.end);
-    }
   }
+  std::array<void*, kMaxRanks> parts;
+  for (std::size_t chunk = 0; chunk < chunks.count; ++chunk) {
+    for (int rank = 0; rank < world; ++rank) {
+      parts[rank] = rank == own ? chunks.at(chunk) : members_.slot(rank, turn);
+    }
+    const std::size_t end = std::min(chunks.share.end, chunks.bytes(chunk) / chunks.element);
+    reduce({a.dtype, a.op, parts.data(), world, parts.data(), world}, std::min(chunks.share.begin, end), end);
+    chunks.trade(members_.slot(own, turn + 1), chunk - 1, chunk + 1);  // it has awaited this turn: that is free
+    tick_and_await(op);
+    if (chunk + 1 < chunks.count) turn = turn_++;
+  }
+  chunks.trade(members_.slot(own, turn), chunks.count - 1, kNoChunk);
   counters_.copied.fetch_add(1, std::memory_order_relaxed);
   counters_.copied_bytes.fetch_add(bytes_of(op), std::memory_order_relaxed);
 }

@@ -13,6 +13,7 @@
 
 #include "layout.h"
 #include "members.h"
+#include "shares.h"
 #include "symmetric.h"
 
 namespace gradsync {
@@ -51,6 +52,8 @@ class Collectives {
 
   // Is one exchange of slots all that it takes?
   bool is_small(const Op& op) const;
+  // Is little or nothing copied when it is posted?
+  bool is_light(const Op& op) const;
   void post(Op& op);
   bool can_finish(const Op& op) const { return members_.all_reached(op.first_tick); }
   void finish(Op& op, const Patience& patience);
@@ -65,16 +68,20 @@ class Collectives {
   void reduce_in_place(Op& op);
   void reduce_pieces(const Op& op);
   void reduce_through_slots(Op& op);
+  Chunks chunks_of(const Op& op) const;
+  bool any_symmetric(const Op& op);
   bool is_symmetric(Op& op);
   void map_new(Op& op);
   std::size_t largest_piece(const Op& op) const;
+  std::byte* place(const Op& op, int from, int to, unsigned turn);
+  std::size_t head_bytes(const Op& op) const;
   std::size_t piece_capacity(const Op& op) const;
   void write(const Op& op, std::size_t round, unsigned turn);
   void read(Op& op, std::size_t round, unsigned turn);
   void tick_and_await(const Op& op);
 
   Members& members_;
-  unsigned turn_ = 0;  // of the in-slots: each has two, so that one is filled while one is read
+  unsigned turn_ = 0;  // of the slots: each rank has two, so that one is filled while one is read
   std::uint32_t pieces_ = 0;  // of all reductions in place since the beginning
   Patience patience_;
   std::vector<Mappings> mappings_;  // by rank

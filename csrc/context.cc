@@ -55,7 +55,7 @@ void Context::issue(const std::shared_ptr<Op>& op, bool in_background) {
   queue_.push_back(op);
   if (!is_running_) {
     finish_ready(1);  // what is before us is done on the way
-    if (queue_.front() == op) collectives_.post(*op);
+    if (queue_.front() == op && collectives_.is_light(*op)) collectives_.post(*op);
   }
   const bool needs_somebody = queue_.front() != op || !collectives_.is_small(*op);
   if (in_background && needs_somebody) start_worker();

@@ -1,7 +1,7 @@
 // A group: its collectives in the order of their issue, and who carries them out.
 //
 // [Note: who runs] Collectives of a group run one after the other, and one thread at a time runs them: a
-// caller that waits, if it can, or else the group's own thread. What only has to be posted is
+// caller that waits, if it can, or else the group's own thread. What copies little when it is posted is
 // posted by the caller that issues it. So a small collective that is waited for costs no switch of
 // threads, and a large one goes on while its caller computes.
 #pragma once

@@ -8,14 +8,15 @@ namespace {
 struct Kernels {
   void (*reduce)(const Reduction&, std::size_t, std::size_t);
   void (*copy_bytes)(std::byte*, const std::byte*, std::size_t);
+  void (*swap_bytes)(std::byte*, std::byte*, const std::byte*, std::size_t);
 };
 
 const Kernels& best_kernels() {
   static const Kernels best = [] {
 #if defined(__x86_64__)
-    if (has_avx2()) return Kernels{avx2::reduce, avx2::copy_bytes};
+    if (has_avx2()) return Kernels{avx2::reduce, avx2::copy_bytes, avx2::swap_bytes};
 #endif
-    return Kernels{plain::reduce, plain::copy_bytes};
+    return Kernels{plain::reduce, plain::copy_bytes, plain::swap_bytes};
   }();
   return best;
 }
@@ -66,5 +67,9 @@ void reduce(const Reduction& reduction, std::size_t begin, std::size_t end) {
 }
 
 void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) { best_kernels().copy_bytes(to, from, bytes); }
+
+void swap_bytes(std::byte* taken, std::byte* slot, const std::byte* next, std::size_t bytes) {
+  best_kernels().swap_bytes(taken, slot, next, bytes);
+}
 
 }  // namespace gradsync

@@ -38,4 +38,7 @@ void reduce(const Reduction& reduction, std::size_t begin, std::size_t end);
 // As memcpy, for memory that another core has just written or is about to read.
 void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes);
 
+// Takes what is in a slot and puts the next there, for a slot that another core has just written.
+void swap_bytes(std::byte* taken, std::byte* slot, const std::byte* next, std::size_t bytes);
+
 }  // namespace gradsync

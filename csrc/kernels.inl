@@ -110,10 +110,12 @@ void reduce_few(const Reduction& reduction, std::size_t begin, std::size_t end) 
   if constexpr (std::is_same_v<T, typename E::Compute> && !std::is_integral_v<T> && std::is_same_v<Op, Sum>) {
     typedef T Vector __attribute__((vector_size(kVectorBytes), aligned(alignof(T)), may_alias));
     constexpr int kVectors = 64 / kVectorBytes;
+    constexpr std::size_t kAhead = 512 / sizeof(T);
     for (; end - begin >= 64 / sizeof(T); begin += 64 / sizeof(T)) {
       Vector sums[kVectors];
 #pragma GCC unroll 8
       for (int i = 0; i < kSources; ++i) {
+        if constexpr (kTargets == kSources) __builtin_prefetch(sources[i] + begin + kAhead, 1);  // in place
         const Vector* line = reinterpret_cast<const Vector*>(sources[i] + begin);
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) sums[v] = i == 0 ? line[v] : sums[v] + line[v];
@@ -163,17 +165,14 @@ void reduce_many(const Reduction& reduction, std::size_t begin, std::size_t end)
   }
 }
 
-// Into one tensor, into that and a slot, or in place.
+// Into one tensor, or in place.
 template <typename T, typename Op, bool kAverages, int kSources>
 void reduce_few(const Reduction& reduction, std::size_t begin, std::size_t end) {
   if (reduction.target_count == kSources) {
     return reduce_few<T, Op, kAverages, kSources, kSources>(reduction, begin, end);
   }
-  switch (reduction.target_count) {
-    case 1: return reduce_few<T, Op, kAverages, kSources, 1>(reduction, begin, end);
-    case 2: return reduce_few<T, Op, kAverages, kSources, 2>(reduction, begin, end);
-    default: return reduce_many<T, Op, kAverages>(reduction, begin, end);
-  }
+  if (reduction.target_count == 1) return reduce_few<T, Op, kAverages, kSources, 1>(reduction, begin, end);
+  reduce_many<T, Op, kAverages>(reduction, begin, end);
 }
 
 template <typename T, typename Op, bool kAverages = false>

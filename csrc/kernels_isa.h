@@ -36,6 +36,7 @@ struct Mean {
 namespace plain {
 void reduce(const Reduction& reduction, std::size_t begin, std::size_t end);
 void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes);
+void swap_bytes(std::byte* taken, std::byte* slot, const std::byte* next, std::size_t bytes);
 void fill(const Filling& filling);
 void mean(const Mean& mean);
 }  // namespace plain
@@ -44,6 +45,7 @@ bool has_avx2();
 namespace avx2 {
 void reduce(const Reduction& reduction, std::size_t begin, std::size_t end);
 void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes);
+void swap_bytes(std::byte* taken, std::byte* slot, const std::byte* next, std::size_t bytes);
 void fill(const Filling& filling);
 void mean(const Mean& mean);
 }  // namespace avx2

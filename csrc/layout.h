@@ -1,9 +1,10 @@
 // What lies where in the segment of a group.
 //
-//   Header | a Line for each rank | slots: in[2], out[2] for each rank | a Channel for each pair
+//   Header | a Line for each rank | two slots for each rank | a Channel for each pair
 //
-// A Line is written by its rank alone, but for bell and alarm and what is taken of its share; its slots
-// are too. The tallies in the header are everybody's. See docs/shared-memory.md.
+// A Line is written by its rank alone, but for bell and alarm and what is taken of its share. Its slots it
+// fills, or whoever's turn it is to: see collectives.cc. The tallies in the header are everybody's. See
+// docs/shared-memory.md.
 #pragma once
 
 #include <atomic>
@@ -16,10 +17,10 @@
 namespace gradsync {
 
 constexpr std::uint64_t kMagic = 0x636e797364617267;  // "gradsync"
-constexpr std::uint32_t kVersion = 4;
+constexpr std::uint32_t kVersion = 5;
 constexpr int kMaxRanks = 256;
 constexpr std::size_t kMaxSlotBytes = 1024 * 1024;
-constexpr std::size_t kAllSlotsBytes = 64 * 1024 * 1024;  // of a group together, at most
+constexpr std::size_t kAllSlotsBytes = 32 * 1024 * 1024;  // of a group together, at most
 constexpr std::size_t kSmallBytes = 32 * 1024;       // up to here one exchange does it all
 constexpr std::size_t kPairBytes = 16 * 1024 * 1024;  // of all channels together, at most
 constexpr std::size_t kMaxChannelBytes = 256 * 1024;
@@ -98,7 +99,7 @@ static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 class Layout {
  public:
   explicit Layout(int world) : world_(static_cast<std::size_t>(world)) {
-    while (slot_bytes_ * 4 * world_ > kAllSlotsBytes) slot_bytes_ /= 2;
+    while (slot_bytes_ * 2 * world_ > kAllSlotsBytes) slot_bytes_ /= 2;
     channel_bytes_ = kMaxChannelBytes;
     while (channel_bytes_ * world_ * world_ > kPairBytes) channel_bytes_ /= 2;
   }
@@ -111,11 +112,8 @@ class Layout {
   Line* line(std::byte* base, int rank) const {
     return reinterpret_cast<Line*>(base + sizeof(Header)) + rank;
   }
-  std::byte* in(std::byte* base, int rank, unsigned turn) const {
-    return base + slots() + (static_cast<std::size_t>(rank) * 4 + (turn & 1)) * slot_bytes_;
-  }
-  std::byte* out(std::byte* base, int rank, unsigned turn) const {
-    return base + slots() + (static_cast<std::size_t>(rank) * 4 + 2 + (turn & 1)) * slot_bytes_;
+  std::byte* slot(std::byte* base, int rank, unsigned turn) const {
+    return base + slots() + (static_cast<std::size_t>(rank) * 2 + (turn & 1)) * slot_bytes_;
   }
   Channel* channel(std::byte* base, int from, int to) const {
     const std::size_t pair = static_cast<std::size_t>(from) * world_ + static_cast<std::size_t>(to);
@@ -127,7 +125,7 @@ class Layout {
     return (bytes + 4095) / 4096 * 4096;
   }
   std::size_t slots() const { return up(sizeof(Header) + world_ * sizeof(Line)); }
-  std::size_t channels() const { return slots() + world_ * 4 * slot_bytes_; }
+  std::size_t channels() const { return slots() + world_ * 2 * slot_bytes_; }
   std::size_t channel_stride() const { return sizeof(Channel) + channel_bytes_; }
 
   std::size_t world_;

@@ -48,8 +48,7 @@ class Members {
   Announcement& announcement(int rank, std::uint64_t sequence) {
     return line(rank).announcements[sequence & 1];
   }
-  std::byte* in(int rank, unsigned turn) { return layout_.in(segment_.data(), rank, turn); }
-  std::byte* out(int rank, unsigned turn) { return layout_.out(segment_.data(), rank, turn); }
+  std::byte* slot(int rank, unsigned turn) { return layout_.slot(segment_.data(), rank, turn); }
   Channel& channel(int from, int to) { return *layout_.channel(segment_.data(), from, to); }
   std::size_t slot_bytes() const { return layout_.slot_bytes(); }
   std::size_t channel_bytes() const { return layout_.channel_bytes(); }

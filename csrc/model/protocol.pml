@@ -5,8 +5,8 @@
  *   -DSCENARIO=1  what they run, see the end
  *   -DVICTIM=0    a rank that may be killed at any step
  *   -DSTAYS       ranks do nothing more at the end, instead of leaving
- *   -DONE_SLOT -DNO_WAKE -DNO_RECHECK -DNO_LOOK -DCLOCK_FIRST -DTAKEN_TWICE -DCOUNT_TAKEN -DNO_BEGIN
- *   -DNO_SECOND_LOOK:
+ *   -DONE_SLOT -DONE_TURN_MORE -DNO_WAKE -DNO_RECHECK -DNO_LOOK -DCLOCK_FIRST -DTAKEN_TWICE -DCOUNT_TAKEN
+ *   -DNO_BEGIN -DNO_SECOND_LOOK:
  *                 mistakes that have to be found
  */
 #ifndef N
@@ -21,7 +21,8 @@
 #define SLOT(turn) ((turn) % 2)
 #endif
 #define WRITING 255
-#define TAG(round) (sequence * 8 + (round))
+#define TAG(round, is_reduced) (sequence * 8 + (round) * 2 + (is_reduced))
+#define PART(owner, turn, part) slot[(2 * (owner) + SLOT(turn)) * N + (part)]
 
 #define TICKS 0
 #define PIECES 1
@@ -30,7 +31,8 @@ byte word[2], sleepers[2];           /* what all count up and wait on */
 byte asleep[N];                      /* on a word: that + 1, or 0 */
 byte clock[N], begun[N], reduced[N]; /* how far a rank has come */
 bool gone[N], dead[N], said[N];      /* left, lost a peer, or died: others see it; all but the last say so */
-byte announcement[2 * N], in[2 * N], out[2 * N], memory[N];
+byte announcement[2 * N], memory[N];
+byte slot[2 * N * N];                /* of a rank's two: a part for each rank */
 byte taken[N], share[N];             /* of a reduction in place: its number */
 
 inline wake(which) {
@@ -141,74 +143,116 @@ inline await(which, goal) {
 /* As reading begins, and as it ends, the data is there and nobody writes it. Macros, since spin takes no
  * arrays for arguments. */
 #define ALL(condition) d_step { for (q : 0 .. N - 1) { assert(q == r || (condition)) } q = 0 }
-#define check_pair(what, slot, tag) \
-  ALL(what[2 * q + (slot)] == (tag)); ALL(what[2 * q + (slot)] == (tag))
+#define check_pair(what, which, tag) \
+  ALL(what[2 * q + (which)] == (tag)); ALL(what[2 * q + (which)] == (tag))
 #define check(what, tag) ALL(what[q] == (tag)); ALL(what[q] == (tag))
+#define check_given(turn, tag) ALL(PART(q, turn, r) == (tag)); ALL(PART(q, turn, r) == (tag))
+#define take(turn, tag) ALL(PART(r, turn, q) == (tag)); ALL(PART(r, turn, q) == (tag))
 
-/* One tick and one turn for everybody, whatever it asks for; `with_data`: also fills its slot. */
-inline post(with_data) {
+/* Who gives what: nothing, its own slot, or those of all others. */
+#define NOTHING 0
+#define OWN 1
+#define OTHERS 2
+
+inline put(who, turn, tag) {
+  for (q : 0 .. N - 1) {
+    for (p : 0 .. N - 1) {
+      if
+      :: (who == OWN && q == r) || (who == OTHERS && q != r) -> PART(q, turn, p) = tag
+      :: else
+      fi
+    }
+  }
+  q = 0;
+  p = 0
+}
+
+inline give(who, turn, tag) {
+  d_step { put(who, turn, WRITING) };
+  d_step { put(who, turn, tag) }
+}
+
+/* One tick and one turn for everybody, whatever it asks for; `who`: with the first data. */
+inline post(who) {
   sequence++;
-  d_step {
-    announcement[2 * r + sequence % 2] = WRITING;
-    if :: with_data -> in[2 * r + SLOT(turn)] = WRITING :: else fi
-  };
-  d_step {
-    announcement[2 * r + sequence % 2] = sequence;
-    if :: with_data -> in[2 * r + SLOT(turn)] = TAG(0) :: else fi
-  };
+  d_step { announcement[2 * r + sequence % 2] = WRITING; put(who, turn, WRITING) };
+  d_step { announcement[2 * r + sequence % 2] = sequence; put(who, turn, TAG(0, 0)) };
   turn++;
   tick();
   await(TICKS, N * now);
   check_pair(announcement, sequence % 2, sequence)
 }
 
-inline small() {
-  post(true);
-  check_pair(in, SLOT(turn - 1), TAG(0))
-}
-
 inline exchange(rounds) {
-  post(false);
-  for (round : 1 .. rounds) {
-    in[2 * r + SLOT(turn)] = WRITING;
-    in[2 * r + SLOT(turn)] = TAG(round);
+  post(OWN);
+  check_given(turn - 1, TAG(0, 0));
+  for (round : 1 .. rounds - 1) {
+    give(OWN, turn, TAG(round, 0));
     turn++;
     tick();
     await(TICKS, N * now);
-    check_pair(in, SLOT(turn - 1), TAG(round))
+    check_given(turn - 1, TAG(round, 0))
   }
   round = 0
+}
+
+inline small() { exchange(1) }
+
+/* Rank 0 alone gives, into the slots of the others. */
+#define GIVER (r == 0 -> OTHERS : NOTHING)
+#define HAS(turn, tag) assert(r == 0 || PART(r, turn, r) == (tag))
+inline scatter(rounds) {
+  post(GIVER);
+  HAS(turn - 1, TAG(0, 0)); HAS(turn - 1, TAG(0, 0));
+  for (round : 1 .. rounds - 1) {
+    give(GIVER, turn, TAG(round, 0));
+    turn++;
+    tick();
+    await(TICKS, N * now);
+    HAS(turn - 1, TAG(round, 0)); HAS(turn - 1, TAG(round, 0))
+  }
+  round = 0
+}
+
+/* Reduces its share of chunk `round` in all slots of the turn, where it finds it. */
+#define mine_of_all(turn, tag) d_step { for (q : 0 .. N - 1) { if :: q != r -> PART(q, turn, r) = tag :: else fi } q = 0 }
+inline reduce_chunk() {
+  ALL(PART(q, turn - 1, r) == TAG(round, 0));
+  mine_of_all(turn - 1, WRITING);
+  mine_of_all(turn - 1, TAG(round, 1));
+  ALL(PART(q, turn - 1, r) == TAG(round, 1))
 }
 
 inline through_slots(chunks) {
-  post(false);
-  for (round : 1 .. chunks + 1) {
+  post(OWN);
+  for (round : 0 .. chunks - 1) {
+    reduce_chunk();
     if
-    :: round <= chunks ->
-      in[2 * r + SLOT(turn)] = WRITING;
-      in[2 * r + SLOT(turn)] = TAG(round)
+    :: round > 0 -> take(turn, TAG(round - 1, 1))
     :: else
     fi;
-    turn++;
+    if
+    :: round + 1 < chunks -> give(OWN, turn, TAG(round + 1, 0))
+    :: else
+    fi;
     tick();
     await(TICKS, N * now);
     if
-    :: round > 1 -> check_pair(out, SLOT(turn), TAG(round - 1))
-    :: else
-    fi;
-    if
-    :: round <= chunks ->
-      check_pair(in, SLOT(turn - 1), TAG(round));
-      out[2 * r + SLOT(turn - 1)] = WRITING;
-      out[2 * r + SLOT(turn - 1)] = TAG(round)
+    :: round + 1 < chunks -> turn++
     :: else
     fi
   }
-  round = 0
+  round = 0;
+#ifdef ONE_TURN_MORE
+  turn++;
+  take(turn - 2, TAG(chunks - 1, 1))
+#else
+  take(turn - 1, TAG(chunks - 1, 1))
+#endif
 }
 
 /* One compare-exchange: a share, which is one piece here, is taken once. */
-inline take() {
+inline take_share() {
 #ifndef TAKEN_TWICE
   atomic
 #endif
@@ -249,7 +293,7 @@ inline reduce_pieces() {
 #endif
   for (round : 0 .. N - 1) {  /* its own share first, then what is left of the others' */
     s = (r + round) % N;
-    take();
+    take_share();
     if
     :: mine ->
       assert(share[s] != WRITING && share[s] != sequence);
@@ -275,7 +319,7 @@ inline reduce_pieces() {
 inline in_place() {
   memory[r] = WRITING;
   memory[r] = sequence + 1;
-  post(false);
+  post(NOTHING);
   pieces = pieces + N;
   late = word[PIECES] >= pieces;
   if
@@ -291,23 +335,23 @@ inline in_place() {
   assert(share[r] == sequence)
 }
 
-/* Rank 0 asks for something large, the others for something small: all hear of it. */
-inline mismatch() { post(r != 0) }
+/* Rank 0 asks for a scatter, the others for something else: all hear of it. */
+inline mismatch() { post((r == 0 -> OTHERS : OWN)) }
 
 proctype Rank(byte r) {
-  byte now, sequence, turn, round, q, s, seen, looked, pieces, count;
+  byte now, sequence, turn, round, p, q, s, seen, looked, pieces, count;
   bool mine, last, late;
   {
 #if SCENARIO == 1
     small(); small(); small()
 #elif SCENARIO == 2
-    small(); through_slots(2); small()
+    small(); through_slots(3); scatter(1)
 #elif SCENARIO == 3
-    exchange(2); small(); exchange(1)
+    exchange(2); scatter(2); small()
 #elif SCENARIO == 4
     in_place(); in_place()
 #elif SCENARIO == 5
-    mismatch(); small(); through_slots(1)
+    mismatch(); small(); through_slots(1); scatter(1)
 #elif SCENARIO == 6
     in_place(); small()
 #endif

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 
-from program import OPS, PIECES, RIGHT, TICKS, Program, Variant
+from program import OPS, PIECES, RIGHT, TICKS, Place, Program, Variant
 
 WRITING = "being written"
 
@@ -72,8 +72,8 @@ class Checker:
             self._tabulate(self.steps[-1])
 
     def _tabulate(self, steps: list[tuple]) -> None:
-        """What a rank has written of its own before each of its steps."""
-        count, clock, begun, reduced, slots = 0, 0, 0, 0, {}
+        """What a rank has written before each of its steps, into its own places and others'."""
+        count, clock, begun, reduced, written = 0, 0, 0, 0, {}
         counts, clocks, all_begun, all_reduced, contents = [0], [0], [0], [0], [{}]
         for step in steps:
             if step[0] == "count":
@@ -85,14 +85,14 @@ class Checker:
             elif step[0] == "reduced":
                 reduced = step[1]
             elif step[0] == "begin":
-                slots = slots | dict.fromkeys(step[1], WRITING)
+                written = written | dict.fromkeys(step[1], WRITING)
             elif step[0] == "end":
-                slots = slots | dict(step[1])
+                written = written | dict(step[1])
             counts.append(count)
             clocks.append(clock)
             all_begun.append(begun)
             all_reduced.append(reduced)
-            contents.append(slots)
+            contents.append(written)
         self.counts.append(counts)
         self.clocks.append(clocks)
         self.begun.append(all_begun)
@@ -144,11 +144,11 @@ class Checker:
         if step[0] in ("done?", "present?", "look", "take", "done", "tell", "all done"):
             return self._move_in_place(state, rank, *step)
         if step[0] == "check":
-            for peer, tag in step[2]:
-                found = self.contents[peer][state[peer][AT]].get(step[1])
+            for (owner, name), tag in step[1]:
+                found = self._content(state, (owner, name))
                 if found != tag:
                     raise ProtocolError(
-                        f"rank {rank} reads {step[1]} of rank {peer} and finds {found}, not {tag}"
+                        f"rank {rank} reads {name} of rank {owner} and finds {found}, not {tag}"
                     )
         if step[0] == "leave":
             state = self._wake(self._wake(state, TICKS), PIECES)
@@ -165,6 +165,13 @@ class Checker:
             if rings and self.variant.wakes and self._has_sleepers(state, step[1]):
                 state = self._wake(state, step[1])
         return _with(state, rank, (at + 1, LOAD, was_last, 0, ALIVE))
+
+    def _content(self, state: tuple[Stand, ...], place: Place) -> object:
+        """Of a place with several writers: what was written last. Tags grow."""
+        written = [self.contents[peer][state[peer][AT]].get(place) for peer in range(self.world)]
+        if WRITING in written:
+            return WRITING
+        return max((tag for tag in written if tag is not None), default=None)
 
     def _move_in_place(
         self, state: tuple[Stand, ...], rank: int, what: str, *facts: int
@@ -342,12 +349,16 @@ SCENARIOS: dict[str, tuple[str, ...]] = {
     "small, then through slots, then small": ("small", "reduction of 2 chunks", "small"),
     "through slots twice": ("reduction of 2 chunks", "reduction of 1 chunk"),
     "many chunks": ("reduction of 3 chunks",),
-    "exchanges": ("small", "exchange of 2 rounds", "exchange", "small"),
-    "all to all": ("all to all", "small", "all to all"),
+    "exchanges": ("small", "exchange of 2 rounds", "small", "small"),
+    "many rounds": ("exchange of 3 rounds", "exchange of 2 rounds"),
+    "scatters": ("small scatter", "scatter of 2 rounds", "small", "small scatter"),
+    "through slots, then scatter": ("reduction of 2 chunks", "small scatter", "small"),
+    "scatter, then through slots": ("scatter of 2 rounds", "reduction of 2 chunks"),
+    "not all with data": ("reduction, not all with data", "small scatter", "small"),
     "in place": ("reduction in place", "reduction in place"),
     "in place, then small": ("reduction in place", "small"),
     "in new memory": ("reduction in new memory", "reduction of 1 chunk"),
-    "disagreement": ("mismatch", "small", "mismatch", "exchange"),
+    "disagreement": ("mismatch", "small", "mismatch", "small scatter"),
     "disagreement, then through slots": ("mismatch", "reduction of 1 chunk"),
 }
 

@@ -14,14 +14,15 @@ from pathlib import Path
 MODEL = Path(__file__).with_name("protocol.pml").resolve()
 SCENARIOS = {
     1: "small ones",
-    2: "small, through slots, small",
-    3: "exchanges",
+    2: "small, through slots, scatter",
+    3: "exchange, scatter, small",
     4: "in place",
-    5: "disagreement, through slots",
+    5: "disagreement, through slots, scatter",
     6: "in place, then small",
 }
 MISTAKES = {  # and what they are found in
     "ONE_SLOT": {"SCENARIO": 1},
+    "ONE_TURN_MORE": {"SCENARIO": 2},
     "NO_WAKE": {"SCENARIO": 1, "STAYS": 1},
     "NO_RECHECK": {"SCENARIO": 1, "STAYS": 1},
     "NO_LOOK": {"SCENARIO": 1, "VICTIM": 0, "for_ever": True},

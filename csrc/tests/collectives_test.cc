@@ -161,8 +161,8 @@ const Kind kKinds[] = {Kind::kAllReduce, Kind::kReduce, Kind::kBroadcast, Kind::
 
 TEST(every_collective_is_right_at_every_size) {
   // Around nothing, a cache line, what is small, several chunks, a slot, and several slots.
-  std::vector<std::size_t> sizes = {0, 1, 31, 33, kSmallBytes / 4, kSmallBytes / 4 + 1, 100003};
-  if (!kSanitized) sizes.insert(sizes.end(), {kMaxSlotBytes / 4, kMaxSlotBytes / 4 + 1, 2 * kMaxSlotBytes / 4 + 5});
+  std::vector<std::size_t> sizes = {0, 1, 31, 33, kSmallBytes / 4, kSmallBytes / 4 + 1, 100003, kMaxSlotBytes / 4 + 1};
+  if (!kSanitized) sizes.insert(sizes.end(), {kMaxSlotBytes / 4, 2 * kMaxSlotBytes / 4 + 5});
   for (int world = 1; world <= (kSanitized ? 3 : 4); ++world) {
     Ranks ranks(world);
     ranks.run([&](int rank, Context& context) {
@@ -195,7 +195,8 @@ void run_mixed(int world, std::uint64_t seed, int count) {
     std::vector<PendingPtr> pending;
     // Two, so that one is reduced while the next is filled.
     std::shared_ptr<Allocation> memory[2];
-    for (auto& each : memory) each = Registry::of_process().allocate(1 << 20);
+    constexpr std::size_t kMost = 600000;
+    for (auto& each : memory) each = Registry::of_process().allocate(kMost * sizeof(float));
     std::shared_ptr<Pending> user[2];
     const auto settle = [&](const PendingPtr& one) {
       context.wait(one->op);
@@ -204,8 +205,8 @@ void run_mixed(int world, std::uint64_t seed, int count) {
     };
     for (int i = 0; i < count; ++i) {
       const Kind kind = kKinds[engine() % 9];
-      const std::size_t limits[] = {8, 3000, 9000, 70000, 200000};
-      const std::size_t size = engine() % limits[engine() % 5];
+      const std::size_t limits[] = {8, 3000, 9000, 70000, 200000, kMost};
+      const std::size_t size = engine() % limits[engine() % 6];
       const int root = static_cast<int>(engine() % static_cast<std::uint64_t>(world));
       const bool symmetric = engine() % 2 == 0;
       const bool only_some = engine() % 4 == 0;  // not all ranks have it there: through slots then
@@ -229,7 +230,7 @@ void run_mixed(int world, std::uint64_t seed, int count) {
         pending.erase(pending.begin() + static_cast<std::ptrdiff_t>(at));
       }
       if (own() % 16 == 0) context.leave_to_background();
-      if (own() % 64 == 0) memory[1 - which] = Registry::of_process().allocate(1 << 20), user[1 - which] = nullptr;
+      if (own() % 64 == 0) memory[1 - which] = Registry::of_process().allocate(kMost * sizeof(float)), user[1 - which] = nullptr;
     }
     for (const PendingPtr& one : pending) settle(one);
     run_now(context, barrier());
@@ -304,6 +305,35 @@ TEST(ranks_that_disagree_all_hear_of_it_and_the_group_goes_on) {
         CHECK(good->is_right());
       }
     });
+  }
+}
+
+// Every rank gives a chunk and takes it back as it is: also where the last is shorter than a share.
+TEST(chunks_and_shares_cover_a_tensor_once) {
+  constexpr std::size_t kSlot = 1024;  // small, so that there are many chunks and short last ones
+  for (int world : {1, 2, 3, 7}) {
+    for (std::size_t element : {1, 2, 8}) {
+      for (std::size_t elements = 1; elements < 3000; elements += 37) {
+        const std::size_t total = elements * element;
+        std::vector<std::byte> data(total), before;
+        for (std::size_t i = 0; i < total; ++i) data[i] = static_cast<std::byte>(i * 31 + i / 256);
+        before = data;
+        std::vector<int> covered(elements);
+        for (int rank = 0; rank < world; ++rank) {
+          const Chunks chunks(data.data(), total, element, kSlot, rank, world);
+          std::vector<std::byte> slot(kSlot);
+          CHECK(chunks.capacity <= kSlot && chunks.capacity % element == 0);
+          for (std::size_t chunk = 0; chunk < chunks.count; ++chunk) {
+            const std::size_t end = std::min(chunks.share.end, chunks.bytes(chunk) / element);
+            for (std::size_t i = chunks.share.begin; i < end; ++i) ++covered[chunk * (chunks.capacity / element) + i];
+            chunks.trade(slot.data(), chunk - 1, chunk);
+          }
+          chunks.trade(slot.data(), chunks.count - 1, kNoChunk);
+        }
+        CHECK(data == before);
+        CHECK(std::count(covered.begin(), covered.end(), 1) == static_cast<std::ptrdiff_t>(elements));
+      }
+    }
   }
 }
 

@@ -26,10 +26,7 @@ std::vector<Extent> extents(int world) {
   add(layout.header(base), sizeof(Header));
   for (int rank = 0; rank < world; ++rank) {
     add(layout.line(base, rank), sizeof(Line));
-    for (unsigned turn = 0; turn < 2; ++turn) {
-      add(layout.in(base, rank, turn), layout.slot_bytes());
-      add(layout.out(base, rank, turn), layout.slot_bytes());
-    }
+    for (unsigned turn = 0; turn < 2; ++turn) add(layout.slot(base, rank, turn), layout.slot_bytes());
     for (int to = 0; to < world; ++to) add(layout.channel(base, rank, to), sizeof(Channel) + layout.channel_bytes());
   }
   return all;
@@ -58,12 +55,10 @@ TEST(the_slots_of_a_rank_alternate) {
   const Layout layout(3);
   auto* base = reinterpret_cast<std::byte*>(std::uintptr_t{1} << 30);
   for (unsigned turn = 0; turn < 5; ++turn) {
-    CHECK(layout.in(base, 1, turn) == layout.in(base, 1, turn + 2));
-    CHECK(layout.in(base, 1, turn) != layout.in(base, 1, turn + 1));
-    CHECK(layout.out(base, 1, turn) == layout.out(base, 1, turn + 2));
-    CHECK(layout.out(base, 1, turn) != layout.out(base, 1, turn + 1));
+    CHECK(layout.slot(base, 1, turn) == layout.slot(base, 1, turn + 2));
+    CHECK(layout.slot(base, 1, turn) != layout.slot(base, 1, turn + 1));
   }
-  CHECK(layout.in(base, 1, ~0u) == layout.in(base, 1, 1));  // the number of a turn may run round
+  CHECK(layout.slot(base, 1, ~0u) == layout.slot(base, 1, 1));  // the number of a turn may run round
 }
 
 TEST(a_segment_stays_small_and_a_channel_holds_a_header) {

@@ -18,7 +18,7 @@ def test_two_ranks_never_read_what_is_not_theirs_and_always_end(name, victim, le
     assert checker.explore() > 1000
 
 
-THREE = [protocol.SCENARIOS[name] for name in ("small ones", "exchanges", "disagreement")]
+THREE = [protocol.SCENARIOS[name] for name in ("scatters", "exchanges", "disagreement")]
 THREE += [("reduction of 2 chunks", "reduction of 1 chunk"), ("reduction in place", "small")]
 
 
@@ -36,12 +36,18 @@ def test_of_three_ranks_any_one_may_die_at_any_step(ops, victim):
 SMALL = ("small", "small", "small")
 CHUNKS = ("reduction of 2 chunks", "small")
 MISTAKES = {
-    "one slot instead of two": ({"in_slots": 1}, SMALL, None, "reads in0"),
-    "one slot for chunks": ({"in_slots": 1}, CHUNKS, None, "reads in0"),
-    "one slot for results": ({"out_slots": 1}, ("reduction of 2 chunks",), None, "reads out0"),
+    "one slot instead of two": ({"slots": 1}, SMALL, None, "reads slot0"),
+    "one slot for chunks": ({"slots": 1}, CHUNKS, None, "reads slot0"),
+    "one slot for a scatter": ({"slots": 1}, ("scatter of 2 rounds",), None, "reads slot0"),
+    "a scatter finds results that are not yet taken": (
+        {"ends_with_the_last_chunk": False},
+        ("reduction of 1 chunk", "small scatter"),
+        None,
+        "reads slot0",
+    ),
     "one announcement": ({"announcements": 1}, SMALL, None, "reads announcement0"),
-    "rounds do not wait": ({"awaits_rounds": False}, ("exchange of 2 rounds",), None, "reads in"),
-    "chunks do not wait": ({"awaits_chunks": False}, CHUNKS, None, "reads in"),
+    "rounds do not wait": ({"awaits_rounds": False}, ("exchange of 2 rounds",), None, "reads slot"),
+    "chunks do not wait": ({"awaits_chunks": False}, CHUNKS, None, "reads slot"),
     "nobody waits for the end in place": (
         {"awaits_pieces": False},
         ("reduction in place", "reduction in place"),
@@ -82,7 +88,7 @@ MISTAKES = {
         {"all_take_a_turn": False},
         ("mismatch", "small"),
         None,
-        "reads in",
+        "reads slot",
     ),
     "the wake-up is skipped": ({"wakes": False}, SMALL, None, "nobody can go on"),
     "the wake-up comes before the tick": (

@@ -98,7 +98,8 @@ def test_a_forked_child_that_tidies_up_does_not_harm_its_parent(pool):
     run(pool, body)
 
 
-def test_an_interrupted_wait_leaves_no_memory_in_use(pool):
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast"])
+def test_an_interrupted_wait_leaves_no_memory_in_use(pool, name):
     class Alarm(Exception):
         pass
 
@@ -118,7 +119,11 @@ def test_an_interrupted_wait_leaves_no_memory_in_use(pool):
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         tensor = torch.ones(LARGE)
         start = time.monotonic()
-        raised(lambda: dist.all_reduce(tensor, group=group), Alarm)
+        calls = {
+            "all_reduce": lambda: dist.all_reduce(tensor, group=group),
+            "broadcast": lambda: dist.broadcast(tensor, 0, group=group),
+        }
+        raised(calls[name], Alarm)
         assert time.monotonic() - start < 10
         raised(work.wait, gradsync.AbortedError)
         dist.barrier()
