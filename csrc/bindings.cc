@@ -167,16 +167,19 @@ class Persistent {
   std::shared_ptr<Op> last_;
 };
 
-OpHandle collective(const std::shared_ptr<Context>& context, Kind kind, DType dtype, ReduceOp op,
-                    int root, std::uint64_t count, const std::vector<Address>& sources,
+// Kind, dtype and operation are numbers, as above: to look into an enum of Python's costs more than the rest.
+OpHandle collective(const std::shared_ptr<Context>& context, int kind, int dtype, int op, int root,
+                    std::uint64_t count, const std::vector<Address>& sources,
                     const std::vector<Address>& targets,
                     const std::vector<std::uint64_t>& source_bytes,
                     const std::vector<std::uint64_t>& target_bytes, double seconds, bool in_background) {
-  if (op != ReduceOp::kNone) check_reducible(dtype, op);
   auto request = std::make_shared<Op>();
-  request->announcement.kind = kind;
-  request->announcement.dtype = dtype;
-  request->announcement.op = op;
+  request->announcement.kind = static_cast<Kind>(kind);
+  request->announcement.dtype = static_cast<DType>(dtype);
+  request->announcement.op = static_cast<ReduceOp>(op);
+  if (request->announcement.op != ReduceOp::kNone) {
+    check_reducible(request->announcement.dtype, request->announcement.op);
+  }
   request->announcement.root = root;
   request->announcement.count = count;
   request->sources = pointers<const std::byte*>(sources);

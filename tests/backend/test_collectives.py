@@ -11,6 +11,7 @@ from cases import MOVES, REDUCTIONS, Maker, maker
 from oracle import (
     ARITHMETIC,
     BITWISE,
+    CHUNK,
     FLOATS,
     INTEGERS,
     SLOT,
@@ -42,7 +43,7 @@ class TestReductions:
         def body(rank: int, world: int) -> None:
             for dtype in (*INTEGERS, *FLOATS):
                 ops = (*ARITHMETIC, *BITWISE) if dtype in INTEGERS else ARITHMETIC
-                for size in (0, 1, 7, SLOT // dtype.itemsize + 1):
+                for size in (0, 1, 7, 2 * CHUNK // dtype.itemsize + 1):
                     given = [values(r, size, dtype) for r in range(world)]
                     for op in ops:
                         tensor = given[rank].clone()
@@ -58,7 +59,8 @@ class TestReductions:
         def body(rank: int, world: int) -> None:
             for dtype in (torch.float32, torch.bfloat16):
                 element = dtype.itemsize
-                sizes = [*around(SMALL, element), *around(SLOT, element), 3 * SLOT // element + 1]
+                sizes = [*around(SMALL, element), *around(CHUNK, element), *around(SLOT, element)]
+                sizes += [3 * CHUNK // element + 1, 2 * SLOT // element + 1]
                 for size in sizes:
                     given = [values(r, size, dtype) for r in range(world)]
                     expected = reduced(given, Op.SUM)
@@ -153,7 +155,7 @@ class TestMoves:
         def body(rank: int, world: int) -> None:
             gloo = dist.new_group(backend="gloo")
             bytes_ = [0, 1, 7, SMALL // world, SMALL // world + 1, *around(SMALL, 1)]
-            for size in (*bytes_, SLOT // world + 1, *around(SLOT, 1), 2 * SLOT + 1):
+            for size in (*bytes_, SLOT // world + 1, SLOT + 1):
                 ours, theirs = (
                     Maker(rank, size, torch.int8, as_bytes=as_bytes) for as_bytes in (False, True)
                 )
@@ -276,6 +278,9 @@ class TestShapes:
             negated = torch._neg_view(torch.full((4,), rank + 1.0))  # when it is read
             dist.all_reduce(negated)
             assert torch.equal(negated, torch.full((4,), -6.0))
+            negated = torch._neg_view(torch.full((4,), rank + 1.0))
+            dist.all_reduce(negated, Op.MAX)
+            assert torch.equal(negated, torch.full((4,), -1.0))
             parameter = torch.nn.Parameter(torch.full((4,), float(rank)))
             dist.broadcast(parameter, 1)
             assert torch.equal(parameter.detach(), torch.ones(4))

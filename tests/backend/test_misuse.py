@@ -48,8 +48,15 @@ class TestMismatches:
                 (lambda t: dist.all_reduce(t), lambda t: dist.all_reduce(torch.ones(10**6))),
                 ("4 x float32", "1000000 x float32"),
             ),
+            (  # the root of a scatter writes into the slots of the others
+                (
+                    lambda t: dist.all_reduce(torch.ones(10**5)),
+                    lambda t: dist.scatter(t, [torch.ones(4)] * dist.get_world_size(), 1),
+                ),
+                ("100000 x float32", "scatter(root 1, 4 x float32)"),
+            ),
         ],
-        ids=["kind", "op", "size", "dtype", "root", "barrier", "small and large"],
+        ids=["kind", "op", "size", "dtype", "root", "barrier", "small and large", "scatter"],
     )
     def test_show_both_sides_on_all_ranks_and_leave_the_group_usable(
         self, pool: WorkerPool, calls: tuple[Callable, Callable], words: tuple[str, str]

@@ -132,9 +132,9 @@ class Context:
     ) -> None: ...
     def collective(
         self,
-        kind: Kind,
-        dtype: DType,
-        op: ReduceOp,
+        kind: int,
+        dtype: int,
+        op: int,
         root: int,
         count: int,
         sources: Sequence[int],

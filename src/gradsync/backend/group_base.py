@@ -22,9 +22,10 @@ from gradsync.backend.hierarchy import Hierarchy
 from gradsync.backend.members import by_machine, exchange, myself
 from gradsync.backend.monitored_barrier import MonitoredBarrier
 from gradsync.backend.shared_memory import Reduction, SharedMemory, Started
-from gradsync.backend.work import Notifier, Record, SharedMemoryWork
+from gradsync.backend.work import DoneWork, Notifier, Record, SharedMemoryWork
 
 Work = Any  # ours, or gloo's
+Pending = SharedMemoryWork | Reduction | Started
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
@@ -52,7 +53,7 @@ class GroupBase(dist.ProcessGroup):
         self.options = SimpleNamespace(_timeout=timeout)  # torch writes more there
         self._monitored_barrier = MonitoredBarrier(store, rank, size)
         self._engines = Engines(store, rank, size, timeout)
-        self._pending: deque[SharedMemoryWork | Reduction] = deque()
+        self._pending: deque[Pending] = deque()
         self._pending_lock = threading.Lock()
         self._memory: SharedMemory | None = None
         self._hierarchy: Hierarchy | None = None
@@ -204,20 +205,39 @@ class GroupBase(dist.ProcessGroup):
         started: Started,
         outputs: Sequence[Tensor],
         inputs: Sequence[Tensor] | None = None,
-    ) -> SharedMemoryWork:
+    ) -> Work:
+        if not started.later and not _profiler_enabled():
+            self._wait_at_once(started)
+            return DoneWork(list(outputs))
         work = SharedMemoryWork(
             started.handle, outputs, started.kept, started.finish, self._notifier
         )
         if _profiler_enabled():
             given = outputs if inputs is None else inputs
             work.record = Record(f"{self.name()}:{name}", given)
+        self._keep(None if started.handle.done else work)
+        return work
+
+    def _wait_at_once(self, started: Started) -> None:
+        try:
+            started.wait()
+        except BaseException:
+            if not started.handle.done:  # interrupted, while a thread was at it
+                self._keep(started)
+                if self._context is not None:
+                    self._context.abort()
+            raise
+        if self._pending:
+            self._keep(None)
+
+    def _keep(self, work: Pending | None) -> None:
+        """Keep its memory until it is done, also if the caller forgets it; let go what is done."""
         with self._pending_lock:
             pending = self._pending
             while pending and pending[0].handle.done:
                 pending.popleft()
-            if not started.handle.done:
-                pending.append(work)  # its memory stays, also if the caller forgets the work
-        return work
+            if work is not None:
+                pending.append(work)
 
     def _root(self, opts: Any) -> int:
         return check_rank("root", opts.rootRank, self._size)

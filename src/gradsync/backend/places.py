@@ -65,7 +65,10 @@ def _parts(flat: Tensor, sizes: Sequence[int], finish: Finish | None = None) -> 
 
 
 def in_place(tensor: Tensor) -> tuple[Tensor, Finish | None]:
-    """Contiguous memory with the tensor's values; what brings the result back."""
+    """Contiguous memory with the tensor's values; what brings the result back.
+
+    Detached, here and below: it keeps the memory also if the tensor is given another meanwhile.
+    """
     if _is_plain(tensor):
         return _real(tensor.detach()), None
     copy = plain(tensor)
@@ -82,7 +85,8 @@ def to_fill(tensor: Tensor) -> tuple[Tensor, Finish | None]:
 
 def plain(tensor: Tensor) -> Tensor:
     """The tensor's values, one after the other: itself, or a copy."""
-    return tensor.detach().contiguous().resolve_conj().resolve_neg()
+    detached = tensor.detach()
+    return detached if _is_plain(tensor) else detached.contiguous().resolve_conj().resolve_neg()
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -107,10 +107,7 @@ class SharedMemoryGroup(GroupBase):
         assert self._memory is not None, "the ranks share memory"
         op = ReduceOp.AVG if average else ReduceOp.SUM
         reduction = self._memory.start_all_reduce(tensor, op, self.timeout_seconds)
-        with self._pending_lock:
-            while self._pending and self._pending[0].handle.done:
-                self._pending.popleft()
-            self._pending.append(reduction)
+        self._keep(reduction)
         return reduction
 
     def counters(self) -> dict[str, int]:
@@ -415,9 +412,11 @@ def _last(works: Sequence[Work]) -> Work:
     """One work for several that are done in order."""
     assert works, "a coalesced collective has at least one tensor"
     last = works[-1]
-    if len(works) == 1 or not isinstance(last, SharedMemoryWork):
+    if len(works) == 1 or not isinstance(last, SharedMemoryWork | DoneWork):
         return last
     outputs = [tensor for work in works for tensor in work.result()]
+    if isinstance(last, DoneWork):
+        return DoneWork(outputs)
     return SharedMemoryWork(All(works), outputs, None, None, last.notifier)
 
 

@@ -33,13 +33,26 @@ class Started:
     handle: Handle
     kept: object  # memory in use until it is done
     finish: Finish | None = None  # what to do then
+    later: bool = True  # or does the caller wait for it at once?
+
+    def wait(self) -> None:
+        """Wait for it, and see to the results."""
+        try:
+            self.handle.wait()
+        except Exception as error:
+            raise translate(error) from error
+        if self.finish is not None:
+            self.finish()
 
 
 def together(parts: Sequence[Started]) -> Started:
     """Several operations as one."""
     finishes = [part.finish for part in parts if part.finish is not None]
     finish = (lambda: [each() for each in finishes]) if finishes else None
-    return Started(All([part.handle for part in parts]), [part.kept for part in parts], finish)
+    later = any(part.later for part in parts)
+    return Started(
+        All([part.handle for part in parts]), [part.kept for part in parts], finish, later
+    )
 
 
 def can_reduce(tensor: Tensor, op: ReduceOp) -> bool:
@@ -61,7 +74,7 @@ SHORT = {
 
 def is_dense(tensor: Tensor) -> bool:
     """Does it have memory that we can move?"""
-    return tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return tensor.is_cpu and tensor.layout is torch.strided
 
 
 def symmetric_empty(count: int, dtype: torch.dtype) -> Tensor:
@@ -183,7 +196,7 @@ class SharedMemory:
     def all_reduce_now(self, tensor: Tensor, op: ReduceOp, seconds: float) -> bool:
         """Reduce ``tensor`` in place and wait for it; False if it cannot go this short way."""
         numbers = SHORT.get((tensor.dtype, op))
-        if numbers is None or not tensor.is_cpu or not tensor.is_contiguous():
+        if numbers is None or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
             return False
         try:
             self.context.all_reduce(tensor.data_ptr(), tensor.numel(), *numbers, seconds, True)
@@ -236,7 +249,7 @@ class SharedMemory:
             kind, DTYPES[measure.dtype], op, root, measure.numel(),
             sources.addresses, target.addresses, (), (), seconds, later,
         )  # fmt: skip
-        return Started(handle, (sources, target), target.finish)
+        return Started(handle, (sources, target), target.finish, later)
 
     # ---------------------------------------------------------------- moving bytes
 
@@ -275,14 +288,14 @@ class SharedMemory:
             Kind.ALL_TO_ALL, DType.BYTES, ReduceOp.NONE, -1, 0,
             inputs.addresses, outputs.addresses, inputs.sizes, outputs.sizes, seconds, later,
         )  # fmt: skip
-        return Started(handle, (inputs, outputs), outputs.finish)
+        return Started(handle, (inputs, outputs), outputs.finish, later)
 
     def barrier(self, seconds: float, *, later: bool) -> Started:
         """Wait until all ranks have come here."""
         handle = self.context.collective(
             Kind.BARRIER, DType.BYTES, ReduceOp.NONE, -1, 0, (), (), (), (), seconds, later
         )
-        return Started(handle, None)
+        return Started(handle, None, None, later)
 
     def _move(
         self,
@@ -309,7 +322,7 @@ class SharedMemory:
             seconds,
             later,
         )
-        return Started(handle, (sources, targets), targets.finish)
+        return Started(handle, (sources, targets), targets.finish, later)
 
     # ---------------------------------------------------------------- point to point
 

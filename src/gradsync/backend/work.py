@@ -177,6 +177,7 @@ class SharedMemoryWork(dist.Work):
             self._future.set_result(self._outputs)
 
 
+@leave_alone
 class DoneWork(dist.Work):
     """An operation that was waited for before torch could ask."""
 
