@@ -336,15 +336,17 @@ class TestHangsAndDeaths:
         def interrupt(*_: object) -> None:
             raise KeyboardInterrupt
 
+        def interrupt_and_work_on(rank: int, world: int, caller: int) -> None:
+            os.kill(caller, signal.SIGALRM)  # not by a clock: it may strike before the run starts
+            time.sleep(60)
+
         assert pool.run(lambda rank, world: rank, ranks=1) == [0]
         pid = pool.pids()[0]
         previous = signal.signal(signal.SIGALRM, interrupt)
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
         try:
             with pytest.raises(KeyboardInterrupt):
-                pool.run(lambda rank, world: time.sleep(60), ranks=1, backend=None)
+                pool.run(interrupt_and_work_on, ranks=1, args=(os.getpid(),), backend=None)
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, previous)
         assert wait_until_gone([pid]) == []
 
