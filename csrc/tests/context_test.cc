@@ -2,6 +2,8 @@
 #include <signal.h>
 #include <sys/wait.h>
 
+#include <atomic>
+
 #include "../probe.h"
 #include "ranks.h"
 
@@ -150,15 +152,17 @@ TEST(a_sleeper_hears_at_once_of_a_rank_that_leaves) {
 
 TEST(a_deadline_names_who_is_missing_and_breaks_the_group_for_all) {
   Ranks ranks(3);
+  std::atomic<int> gave_up{0};
   ranks.run([&](int rank, Context& context) {
     if (rank == 2) {
-      std::this_thread::sleep_for(300ms);
+      CHECK(becomes_done([&] { return gave_up == 2; }));
       const std::string text = CHECK_THROWS(BrokenError, run_now(context, barrier()), run_now(context, barrier()));
       CHECK(check::contains(text, "gave up"));
       return;
     }
     const std::string text = CHECK_THROWS(BrokenError, run_now(context, barrier(0.1)));
     CHECK(check::contains(text, "the deadline has passed") && check::contains(text, "rank 2"));
+    ++gave_up;
   });
 }
 

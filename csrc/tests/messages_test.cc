@@ -288,18 +288,22 @@ TEST(abort_ends_messages_here_and_there) {
 
 TEST(nothing_is_held_up_after_an_abort_or_a_damaged_channel) {
   for (const bool is_aborted : {true, false}) {
-    Ranks ranks(2);
-    std::vector<std::byte> data(10);
-    const MessagePtr pending = start_receive(ranks.at(0), 1, 0, data);
-    if (is_aborted) ranks.at(0).abort();
-    if (!is_aborted) ranks.at(1).members().channel(1, 0).written.store(std::uint64_t{1} << 40);
-    for (int i = 0; i < 500 && !pending->is_done; ++i) std::this_thread::sleep_for(2ms);
-    std::this_thread::sleep_for(10ms);
-    const auto start = Clock::now();
-    const MessagePtr next = start_receive(ranks.at(0), 1, 0, data, 5);
-    ranks.at(0).close();
-    CHECK(next->is_done);
-    CHECK(Clock::now() - start < 600ms);  // a thread that looked on and on would have the lock for a second
+    auto best = Clock::duration::max();  // of three: the machine may be busy
+    for (int attempt = 0; attempt < 3 && best >= 600ms; ++attempt) {
+      Ranks ranks(2);
+      std::vector<std::byte> data(10);
+      const MessagePtr pending = start_receive(ranks.at(0), 1, 0, data);
+      if (is_aborted) ranks.at(0).abort();
+      if (!is_aborted) ranks.at(1).members().channel(1, 0).written.store(std::uint64_t{1} << 40);
+      for (int i = 0; i < 500 && !pending->is_done; ++i) std::this_thread::sleep_for(2ms);
+      std::this_thread::sleep_for(10ms);
+      const auto start = Clock::now();
+      const MessagePtr next = start_receive(ranks.at(0), 1, 0, data, 5);
+      ranks.at(0).close();
+      CHECK(next->is_done);
+      best = std::min(best, Clock::now() - start);
+    }
+    CHECK(best < 600ms);  // a thread that looked on and on would have the lock for a second
   }
 }
 

@@ -170,6 +170,12 @@ def segments_of(pid: int) -> set[str]:
     return found
 
 
+def await_segments(pids: list[int]) -> None:
+    give_up = time.monotonic() + 10.0
+    while not any(map(segments_of, pids)) and time.monotonic() < give_up:
+        time.sleep(0.005)
+
+
 def holders(segments: set[str]) -> set[str]:
     """Processes of the whole machine that have one of the segments."""
     pids = [entry for entry in os.listdir("/proc") if entry.isdigit()]
@@ -225,7 +231,11 @@ def kill_at_random(nursery: Nursery, seed: int, directory: Path) -> float:
     shared_memory = set(os.listdir("/dev/shm"))
     path = str(directory / f"store{seed}")
     with nursery.start(endure, ranks, args=(path,), backend=None, timeout=20) as run:
-        time.sleep(chance.uniform(0.0, 0.4))
+        if seed % 2:
+            time.sleep(chance.uniform(0.0, 0.4))
+        else:  # at work, however slowly the machine gets there
+            await_segments(run.pids)
+            time.sleep(chance.uniform(0.0, 0.1))
         seen = set().union(*(segments_of(pid) for pid in run.pids))
         moments["at work" if seen else "before there was a group"] += 1
         for victim in victims:

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import time
+from statistics import median
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ import torch
 import torch.distributed as dist
 from forked import Ending, Nursery, state_of
 from operations import OPERATIONS, perform
+from promptness import SECONDS, Delays
 
 from gradsync import PeerLostError
 from gradsync.backend import _native
 
-SOON = 1.0  # from a death to the error
+SOON = 1.0  # from a death to the error; see promptness.py
 PHASES = ("POST", "POSTED", "ARRIVED", "TICKED", "FINISHED")
 MODES = ("sync", "wait", "future", "late")
 # At which points the others do not need a rank any more: they succeed, and fail in what comes next.
@@ -90,7 +92,6 @@ def check(endings: list[Ending], pids: list[int], operation: str, phase: str) ->
         assert f"collective {before + 1 + succeeds}, {name}" in text
         assert (error.rank, error.host, error.pid) == (1, socket.gethostname(), pids[1])
         times.append(learned - max(victim.ended, began))
-        assert times[-1] < SOON, times
     return times
 
 
@@ -106,23 +107,28 @@ def is_typical(operation: str) -> bool:
 TYPICAL = cases(filter(is_typical, OPERATIONS))
 
 
-def kill_in(nursery: Nursery, operation: str, phase: str, modes: list[str]) -> list[float]:
+def kill_in(
+    nursery: Nursery, delays: Delays, operation: str, phase: str, modes: list[str]
+) -> list[float]:
     with nursery.start(survive, len(modes), args=(operation, phase, modes)) as run:
-        return check(run.endings(), run.pids, operation, phase)
+        times = check(run.endings(), run.pids, operation, phase)
+    for seconds, mode in zip(times, filter(None, modes), strict=True):
+        delays.add(seconds, operation, phase, mode)
+    return times
 
 
 @pytest.mark.parametrize(("operation", "phase", "mode"), TYPICAL)
 def test_a_rank_killed_at_any_point_is_named_by_the_other(
-    nursery: Nursery, operation: str, phase: str, mode: str
+    nursery: Nursery, delays: Delays, operation: str, phase: str, mode: str
 ) -> None:
-    kill_in(nursery, operation, phase, [mode, ""])
+    kill_in(nursery, delays, operation, phase, [mode, ""])
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_of_three_ranks_both_others_name_the_one_that_was_killed(
-    nursery: Nursery, phase: str
+    nursery: Nursery, delays: Delays, phase: str
 ) -> None:
-    kill_in(nursery, "all_reduce, large", phase, ["sync", "", "late"])
+    kill_in(nursery, delays, "all_reduce, large", phase, ["sync", "", "late"])
 
 
 def test_who_dies_before_it_begins_is_not_missed_though_another_is_slow(nursery: Nursery) -> None:
@@ -158,13 +164,13 @@ def test_who_dies_before_it_begins_is_not_missed_though_another_is_slow(nursery:
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_operation_every_point_and_every_way_to_wait(
-    nursery: Nursery, operation: str, ranks: int
+    nursery: Nursery, delays: Delays, operation: str, ranks: int
 ) -> None:
     times = []
     for case in cases([operation]):
         for at, mode in enumerate(MODES):
             others = [MODES[(at + step) % len(MODES)] for step in range(1, ranks - 1)]
-            times += kill_in(nursery, operation, case.values[1], [mode, "", *others])
+            times += kill_in(nursery, delays, operation, case.values[1], [mode, "", *others])
     middle = sorted(times)[len(times) // 2]
     print(f"{operation}, {ranks} ranks, {len(times)} errors: {middle:.3f} s, {max(times):.3f} s")
 
@@ -178,6 +184,7 @@ def receive(rank: int, world: int, how: str, count: int, source: int | None) -> 
     if rank == 1:
         _native.signal_at(_native.Phase.MESSAGE, 1, signal.SIGKILL)
         dist.send(tensor, 0)
+    began = time.monotonic()
     try:
         if how == "recv":
             dist.recv(tensor, source)
@@ -186,7 +193,7 @@ def receive(rank: int, world: int, how: str, count: int, source: int | None) -> 
         else:
             dist.irecv(tensor, source).get_future().wait()
     except PeerLostError as error:
-        return error, time.monotonic()
+        return error, began, time.monotonic()
     return None
 
 
@@ -202,13 +209,13 @@ def receive(rank: int, world: int, how: str, count: int, source: int | None) -> 
     ],
 )
 def test_a_sender_killed_in_a_message_is_named_by_the_receiver(
-    nursery: Nursery, how: str, count: int, source: int | None
+    nursery: Nursery, delays: Delays, how: str, count: int, source: int | None
 ) -> None:
     with nursery.start(receive, 2, args=(how, count, source)) as run:
         receiver, sender = run.endings()
     assert sender.code == -signal.SIGKILL
-    error, learned = receiver.unwrap()
-    assert learned - sender.ended < SOON
+    error, began, learned = receiver.unwrap()
+    delays.add(learned - max(sender.ended, began), "recv", "message")
     assert f"rank 1 (pid {run.pids[1]} on {socket.gethostname()}) has ended" in str(error)
     assert f"{count * 4} x bytes" in str(error)
     assert "recv(" in str(error)
@@ -216,13 +223,16 @@ def test_a_sender_killed_in_a_message_is_named_by_the_receiver(
 
 
 @pytest.mark.parametrize("how", ["send", "wait", "future"])
-def test_a_receiver_that_is_killed_is_named_by_the_sender(nursery: Nursery, how: str) -> None:
+def test_a_receiver_that_is_killed_is_named_by_the_sender(
+    nursery: Nursery, delays: Delays, how: str
+) -> None:
     def run(rank: int, world: int) -> Any:
         tensor = torch.zeros(1_000_000)
         dist.barrier()
         if rank == 1:
             time.sleep(0.1)
             os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
         try:
             if how == "send":
                 dist.send(tensor, 1)
@@ -231,11 +241,11 @@ def test_a_receiver_that_is_killed_is_named_by_the_sender(nursery: Nursery, how:
             else:
                 dist.isend(tensor, 1).get_future().wait()
         except PeerLostError as error:
-            return error, time.monotonic()
+            return error, began, time.monotonic()
 
     sender, receiver = nursery.run(run)
-    error, learned = sender.unwrap()
-    assert learned - receiver.ended < SOON
+    error, began, learned = sender.unwrap()
+    delays.add(learned - max(receiver.ended, began), "message")
     assert error.rank == 1
     assert "send(to group rank 1, 4000000 x bytes)" in str(error)
 
@@ -311,7 +321,7 @@ def test_a_rank_that_dies_with_a_piece_that_it_has_taken_is_missed(nursery: Nurs
         return caught.value
 
     with nursery.start(run, 2, expendable=[1]) as started:
-        deadline = time.monotonic() + 5 * SOON
+        deadline = time.monotonic() + 30.0
         while [state_of(pid) for pid in started.pids] != ["T", "Z"]:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -328,16 +338,19 @@ def test_after_a_loss_every_operation_fails_at_once(nursery: Nursery) -> None:
         calls = [make(rank, world) for name, make in OPERATIONS.items() if "symm" not in name]
         with pytest.raises(PeerLostError):
             dist.barrier()
-        began = time.monotonic()
+        times = []
         for call in calls:
             for mode in ("sync", "wait", "future"):
+                began = time.monotonic()
                 with pytest.raises(PeerLostError) as caught:
                     perform(call, mode)
+                times.append(time.monotonic() - began)
                 assert caught.value.rank == 1
-        assert time.monotonic() - began < SOON
+        assert median(times) < SOON / len(times), times
+        assert max(times) < SECONDS, times
         began = time.monotonic()
         dist.destroy_process_group()
-        assert time.monotonic() - began < SOON
+        assert time.monotonic() - began < SECONDS
 
     survivor, _ = nursery.run(run)
     survivor.unwrap()
