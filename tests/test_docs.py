@@ -6,14 +6,18 @@ gloo. A block that cannot run says why in a comment right before it::
     <!-- no-run: needs two hosts -->
 
 Run as a script, with a page or nothing (for the docstrings), this file is the runner: a
-process of its own for each page, so that no page leaves a process group to the next.
+process of its own for each page, so that no page leaves a process group to the next. The tests
+fork these from one that has imported torch, which takes longer than most pages.
 """
 
 import doctest
 import importlib
+import json
 import os
 import pkgutil
 import re
+import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -95,26 +99,39 @@ def cases():
 
 
 @pytest.mark.parametrize("page", list(cases()))
-def test_the_blocks_of_the_page_run(page, tmp_path):
+def test_the_blocks_of_the_page_run(page, run_as_script, tmp_path):
     run_as_script(page, cwd=tmp_path)
 
 
-def test_the_examples_in_docstrings_run(tmp_path):
+def test_the_examples_in_docstrings_run(run_as_script, tmp_path):
     run_as_script(cwd=tmp_path)
 
 
-def run_as_script(*arguments, cwd):
-    result = subprocess.run(
-        [sys.executable, __file__, *arguments],
-        cwd=cwd,
+@pytest.fixture(scope="module")
+def run_as_script(tmp_path_factory):
+    output = tmp_path_factory.mktemp("runner") / "output"
+    command = [sys.executable, __file__, "--serve", output]
+    with subprocess.Popen(
+        command,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout
+        start_new_session=True,  # so that a page that hangs can be ended with it
+    ) as server:
+
+        def run(*arguments, cwd):
+            server.stdin.write(json.dumps([str(cwd), *arguments]).encode() + b"\n")
+            server.stdin.flush()
+            if not select.select([server.stdout], [], [], 100)[0]:
+                os.killpg(server.pid, signal.SIGKILL)  # and the pages after this one fail at once
+            code = server.stdout.readline().decode().strip()
+            told = output.read_text(errors="replace") if output.exists() else ""
+            assert code == "0", f"exit code {code or '(none, killed)'}\n{told}"
+
+        try:
+            yield run
+        finally:
+            os.killpg(server.pid, signal.SIGKILL)
 
 
 PAGE = """\
@@ -181,7 +198,27 @@ def test_a_block_that_does_not_run_must_say_why():
 # The runner
 
 
+def serve(output):
+    """Fork for each line of the input: what that line asks for, with the output in a file."""
+    importlib.import_module("gradsync")
+    importlib.import_module("torch._dynamo")
+    for line in sys.stdin:
+        cwd, *arguments = json.loads(line)
+        child = os.fork()
+        if not child:
+            os.chdir(cwd)
+            with open(os.devnull) as nothing, open(output, "w") as file:
+                os.dup2(nothing.fileno(), 0)
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            return main(arguments)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    return 0
+
+
 def main(arguments):
+    if arguments[:1] == ["--serve"]:
+        return serve(arguments[1])
     with tempfile.TemporaryDirectory() as folder:
         if not arguments:
             with only_rank(folder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
 import torch
@@ -120,6 +121,11 @@ def caught(call: Callable[[], object], kind: type[BaseException] = Exception) ->
     raise AssertionError(f"nothing was raised, {kind.__name__} was expected")
 
 
+def limit_time(group: dist.ProcessGroup, seconds: float) -> None:
+    """For collectives from now on; what came before had the time that a busy machine takes."""
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=seconds))
+
+
 __all__ = [
     "CLASSES",
     "Branches",
@@ -134,6 +140,7 @@ __all__ = [
     "frozen",
     "gradients",
     "gradsync",
+    "limit_time",
     "mixed_devices",
     "quiet",
     "small",

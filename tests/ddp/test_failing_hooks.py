@@ -14,7 +14,15 @@ import torch.distributed as dist
 from hook_parts import LIMIT, OPTIONS, SMALL, average, done, power_sgd
 from oracles import Net, loss_of, seeded
 from oracles import batch as net_batch
-from replicas import Branches, OurDDP, assert_equal_on_all_ranks, batch, caught, quiet
+from replicas import (
+    Branches,
+    OurDDP,
+    assert_equal_on_all_ranks,
+    batch,
+    caught,
+    limit_time,
+    quiet,
+)
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from gradsync import CollectiveError, PeerStepError, StateError, UnusedParametersError
@@ -120,12 +128,13 @@ class TestFailures:
                 return torch.futures.Future() if rank == 1 and forgets else future
 
             forgets = False
-            group = dist.new_group(backend=backend, timeout=timedelta(seconds=3))
+            group = dist.new_group(backend=backend)
             ddp = OurDDP(seeded(Net), process_group=group)
             ddp.register_comm_hook(group, hook)
             loss_of(ddp(net_batch(0, rank))).backward()
             forgets = True
             loss = loss_of(ddp(net_batch(1, rank)))
+            limit_time(group, 3)
             began = time.monotonic()
             return full_text(caught(loss.backward)), time.monotonic() - began
 
@@ -138,10 +147,11 @@ class TestFailures:
 
     def test_a_buffer_hook_that_leaves_its_future_is_an_error_too(self, pool: WorkerPool) -> None:
         def run(rank: int, world: int) -> str:
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2))
+            group = dist.new_group(backend="gloo")
             ddp = OurDDP(torch.nn.BatchNorm1d(3), process_group=group)
             ddp._register_buffer_comm_hook(None, lambda state, buffers: [torch.futures.Future()])
             loss = ddp(torch.randn(4, 3)).sum()
+            limit_time(group, 1)
             return full_text(caught(loss.backward))
 
         for text in pool.run(with_grace(run), timeout=60, group_timeout=30):
@@ -221,10 +231,10 @@ class TestFailures:
             broken = True
             began = time.monotonic()
             error = caught(loss_of(ddp(net_batch(3, rank))).backward)
-            assert time.monotonic() - began < 6
+            assert time.monotonic() - began < 15
             return f"{type(error).__name__}: {full_text(error)}"
 
-        first, second = pool.run(run, timeout=30, group_timeout=2, grace=8)
+        first, second = pool.run(run, timeout=50, group_timeout=4, grace=8)
         assert "CollectiveError: rank 0 of 2: " in first
         if way == "fails in a callback":
             assert "CollectiveError: rank 1 of 2: step 4: the reduction of bucket 1" in second

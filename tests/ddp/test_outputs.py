@@ -239,12 +239,12 @@ def test_what_else_hangs_on_an_output_object_is_not_searched_at_length(
         model = DDP(seeded(Loaded))
         model.module.burden = burden()
         for index in range(2):
-            before = time.monotonic()
+            before = time.thread_time()  # in which a busy machine does not show
             output = model(batch(index, rank))
-            assert time.monotonic() - before < 1.0
+            assert time.thread_time() - before < 1.0
             loss_of(output.y).backward()
 
-    pool.run(run, timeout=10)
+    pool.run(run, timeout=40)
 
 
 def test_a_mapping_that_cannot_be_read_to_the_end_is_passed_on(pool: WorkerPool) -> None:

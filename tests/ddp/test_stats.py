@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.utils import _verify_param_shape_across_processes
 import gradsync
 from gradsync import ArgumentError
 from gradsync import DistributedDataParallel as DDP
+from gradsync.ddp.clock import StepClock
 from gradsync.testing import WorkerPool, count_collectives
 
 pytestmark = pytest.mark.timeout(60)
@@ -136,14 +138,39 @@ class Naps(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(FEATURES, 4), nn.Linear(4, 2)
         self.forward_nap = self.backward_nap = 0.0
+        self.sleep: Callable[[float], None] = time.sleep
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.forward_nap)
+        if self.forward_nap:
+            self.sleep(self.forward_nap)
         x = self.first(x)
         nap = self.backward_nap
         if nap:
-            x.register_hook(lambda _gradient: time.sleep(nap))
+            x.register_hook(lambda _gradient: self.sleep(nap))
         return self.last(x)
+
+
+class CommonClock:
+    """The same time on all ranks, which only naps let pass: a busy machine does not show in it."""
+
+    def __init__(self, ddp: DDP, name: str) -> None:
+        self.store, self.name = dist.distributed_c10d._get_default_store(), name
+        ddp.reducer.clock.now, ddp.module.sleep = self.now, self.sleep
+
+    def now(self) -> float:
+        return 1.0 + self.store.add(self.name, 0)  # a mark of 0 is none
+
+    def sleep(self, seconds: float) -> None:
+        self.store.add(self.name, int(seconds))
+
+
+class Announced(StepClock):
+    """Sets a key as soon as the backward has nothing left to compute."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "computed":
+            dist.distributed_c10d._get_default_store().set("computed", "")
 
 
 def test_a_slow_phase_shows_in_its_own_field(pool: WorkerPool) -> None:
@@ -153,20 +180,17 @@ def test_a_slow_phase_shows_in_its_own_field(pool: WorkerPool) -> None:
         for index in range(2):
             step(ddp, rank, index)
 
-        ddp.module.forward_nap = NAP
+        CommonClock(ddp, f"of rank {rank}")
+        ddp.module.forward_nap = 7.0
         step(ddp, rank)
-        last = ddp.stats().last
-        assert last.forward >= NAP
-        assert last.backward < NAP
+        assert ddp.stats().last == gradsync.StepTimes(forward=7.0)
 
-        ddp.module.forward_nap, ddp.module.backward_nap = 0.0, NAP
+        ddp.module.forward_nap, ddp.module.backward_nap = 0.0, 5.0
         step(ddp, rank)
         last = ddp.stats().last
-        assert last.backward >= NAP
-        assert last.forward < NAP
         # The first bucket was on its way meanwhile.
-        assert last.communication >= NAP
-        assert last.overlapped >= NAP * 0.9
+        assert last == gradsync.StepTimes(backward=5.0, communication=5.0)
+        assert last.overlapped == 5.0
 
     pool.run(run, ranks=2, **LIMIT)
 
@@ -176,18 +200,17 @@ def test_a_slow_rank_shows_as_exposed_communication_of_the_others(pool: WorkerPo
         ddp = DDP(seeded(Naps))
         for index in range(2):
             step(ddp, rank, index)
-        dist.barrier()
-        ddp.module.forward_nap = 2 * NAP if rank == 1 else 0.0
-        step(ddp, rank)
-        last = ddp.stats().last
-        if rank == 1:
-            assert last.forward >= 2 * NAP
-            assert last.exposed < NAP
+        clock = CommonClock(ddp, "of all ranks")
+        if rank == 0:
+            ddp.reducer.clock.__class__ = Announced
         else:
-            assert last.forward < NAP
-            assert last.backward < NAP
-            assert last.exposed >= NAP
-            assert last.communication >= NAP
+            ddp.module.forward_nap = 7.0
+            clock.store.wait(["computed"])  # so that the nap begins when rank 0 has nothing to do
+        step(ddp, rank)
+        if rank == 1:
+            assert ddp.stats().last == gradsync.StepTimes(forward=7.0)
+        else:
+            assert ddp.stats().last == gradsync.StepTimes(communication=7.0, exposed=7.0)
 
     pool.run(run, ranks=2, **LIMIT)
 

@@ -121,10 +121,10 @@ def test_a_server_that_does_not_answer_is_named_after_the_time_out(play) -> None
 
     text, took = play(client)
     assert text.startswith("server0 did not answer within 0.3 s")
-    assert 0.3 <= took < 2
+    assert 0.3 <= took < 10
 
 
-def test_a_server_that_dies_is_named_within_two_seconds(play) -> None:
+def test_a_server_that_dies_is_named_and_not_by_the_time_out(play) -> None:
     def client(transport: Any) -> Any:
         import time
 
@@ -143,5 +143,5 @@ def test_a_server_that_dies_is_named_within_two_seconds(play) -> None:
     with pytest.raises(RuntimeError, match=r"server0 server0 \(pid \d+ on .*\['server0'\]") as told:
         play(client)
     took = float(str(told.value).split(" s\n")[0].rsplit(" ", 1)[1])
-    assert took < 2
+    assert took < 10
     assert time.monotonic() - start < 30

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,14 +76,22 @@ def test_the_fault_strikes_its_rank_and_no_other(pool: WorkerPool) -> None:
     assert pool.run(train) == [3, 2]
 
 
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 def test_kill_and_stop_take_the_process(pool: WorkerPool) -> None:
+    pids = pool.run(lambda rank, world: os.getpid(), backend=None)
+
     def train(rank: int, world: int) -> None:
+        while rank == 0 and not is_stopped(pids[1]):  # the death ends the run
+            time.sleep(0.01)
         train_with(Fault(rank=0, step=1, phase="backward", action="kill"))
         train_with(Fault(rank=1, step=0, phase="optimizer", action="stop"))
         time.sleep(60 if rank == 0 else 0)
 
     with pytest.raises(RankFailure) as caught:
-        pool.run(train, timeout=20, grace=0.5)
+        pool.run(train, timeout=50, grace=0.5)
     assert signal.SIGKILL.name in caught.value.failures[0].message
     assert "stopped" in caught.value.failures[1].traceback
 

@@ -10,12 +10,13 @@ import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.testing import RankFailure, WorkerPool
+from gradsync.testing import RankFailure, WorkerPool, supervise
 
 MODULE_CONSTANT = 7
 
@@ -40,12 +41,29 @@ def works(pool: WorkerPool, ranks: int = 2) -> bool:
     return pool.run(all_ranks_sum, ranks=ranks) == [ranks * (ranks + 1) / 2] * ranks
 
 
-def is_running(pid: int) -> bool:
+def fail_alone(rank: int, world: int, time_limit: float | None = None) -> None:
+    """Rank 1 fails once rank 0 is about to wait for it, ``time_limit`` seconds if given."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["waiting"])
+        raise HomemadeError("the cause")
+    if time_limit is not None:  # only now: the start of the group may take longer
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=time_limit))
+    store.set("waiting", "")
+    dist.barrier()
+
+
+def state_of(pid: int) -> str:
+    """As in /proc; X if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+        return "X"
+    return stat.rpartition(")")[2].split()[0]
+
+
+def is_running(pid: int) -> bool:
+    return state_of(pid) not in ("Z", "X")
 
 
 def wait_until_gone(pids: list[int], seconds: float = 10.0) -> list[int]:
@@ -100,15 +118,11 @@ class TestRunning:
         assert pool.run(own_group, backend=None) == [(False, 3.0)] * 2
 
     def test_the_group_time_out_is_the_one_asked_for(self, pool: WorkerPool) -> None:
-        def one_sided(rank: int, world: int) -> float:
-            began = time.monotonic()
-            if rank == 0:
-                with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
-                    dist.barrier()
-            return time.monotonic() - began
+        def asked_for(rank: int, world: int) -> timedelta:
+            group = dist.distributed_c10d._get_default_group()
+            return group._get_backend(torch.device("cpu")).options._timeout
 
-        waited = pool.run(one_sided, group_timeout=1.0)[0]
-        assert 0.5 < waited < 10
+        assert pool.run(asked_for, group_timeout=17.0) == [timedelta(seconds=17)] * 2
 
     def test_views_come_back_as_their_own_bytes_only(self, pool: WorkerPool) -> None:
         def view(rank: int, world: int) -> torch.Tensor:
@@ -261,14 +275,9 @@ class TestHangsAndDeaths:
     def test_a_failure_frees_the_run_from_peers_stuck_in_a_collective(
         self, pool: WorkerPool
     ) -> None:
-        def fail_alone(rank: int, world: int) -> None:
-            if rank == 1:
-                raise HomemadeError("the cause")
-            dist.barrier()
-
         began = time.monotonic()
         with pytest.raises(RankFailure) as caught:
-            pool.run(fail_alone, grace=0.5, timeout=50)
+            pool.run(fail_alone, grace=1, timeout=50)
         assert time.monotonic() - began < 20
         assert caught.value.first.message == "the cause"
         assert caught.value.failures[0].kind == "stuck"
@@ -278,31 +287,38 @@ class TestHangsAndDeaths:
     def test_with_return_exceptions_the_peers_fail_for_their_own_reason(
         self, pool: WorkerPool
     ) -> None:
-        def fail_alone(rank: int, world: int) -> None:
-            if rank == 1:
-                raise HomemadeError("the cause")
-            dist.barrier()
-
-        outcomes = pool.run(fail_alone, grace=5, group_timeout=1.0, return_exceptions=True)
+        outcomes = pool.run(fail_alone, args=(1.0,), grace=20, return_exceptions=True)
         assert outcomes[0].error is not None
         assert outcomes[0].error.kind == "exception"
         assert "imed out" in outcomes[0].error.message
         assert works(pool)
 
-    def test_a_hang_is_reported_with_what_each_rank_was_doing(self, pool: WorkerPool) -> None:
+    def test_a_hang_is_reported_with_what_each_rank_was_doing(
+        self, pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asleep = tmp_path / "asleep"
+
         def forgotten_sleep() -> None:
-            time.sleep(60)
+            asleep.touch()
+            time.sleep(600)
 
         def hang(rank: int, world: int) -> None:
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
-            print(f"child={subprocess.Popen(['sleep', '60']).pid}")
+            print(f"child={subprocess.Popen(['sleep', '600']).pid}")
             forgotten_sleep()
 
         assert works(pool)
         hung = list(pool.pids().values())[:2]
-        with pytest.raises(RankFailure, match=r"rank 0 was still running after 0\.7 s") as caught:
-            pool.run(hang, timeout=0.7)
+
+        def now() -> float:
+            """By this clock the time is over once both ranks hang, however long that takes."""
+            return 100.0 if asleep.exists() and state_of(hung[1]) == "T" else 0.0
+
+        with monkeypatch.context() as patched:
+            patched.setattr(supervise, "time", SimpleNamespace(monotonic=now))
+            with pytest.raises(RankFailure, match="rank 0 was still running after 50 s") as caught:
+                pool.run(hang, timeout=50)
         errors = caught.value.failures
         assert "in forgotten_sleep" in errors[0].traceback
         assert "the process is stopped" in errors[1].traceback

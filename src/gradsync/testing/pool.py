@@ -37,10 +37,11 @@ _CLOSE_PATIENCE = 5.0
 class WorkerPool:
     """Up to ``max_ranks`` worker processes that run functions as the ranks of a group.
 
-    ``grace`` is how long, in seconds, ranks may go on after another rank has failed, and how
-    long the clean-up after a run may take. ``start_timeout`` limits the start of the
-    workers; it does not count towards a run's ``timeout``. ``preload`` names modules that a worker
-    imports then, so that what takes long counts towards no time-out of a run. Needs Linux.
+    ``grace`` is how long, in seconds, ranks may go on after another rank has failed; the
+    clean-up after a run may take that long too, and 30 s at least. ``start_timeout`` limits the
+    start of the workers; it does not count towards a run's ``timeout``. ``preload`` names modules
+    that a worker imports then, so that what takes long counts towards no time-out of a run. Needs
+    Linux.
 
     >>> def total(rank, world):
     ...     import torch

@@ -109,7 +109,7 @@ class WorkerProcess:
         with suppress(ProcessLookupError):
             os.kill(self.pid, STACK_SIGNAL)
 
-    def stack(self, patience: float = 2.0) -> str:
+    def stack(self, patience: float = 10.0) -> str:
         """The stacks asked for with `ask_for_stack`, once they are written."""
         deadline = time.monotonic() + patience
         before = ""
