@@ -47,6 +47,17 @@ TEST(who_opens_a_segment_sees_what_its_maker_writes_and_back) {
   CHECK(made.data()[0] == std::byte{17});
 }
 
+TEST(the_ticket_of_a_child_after_fork_names_the_child) {
+  Segment made = Segment::create(kBytes);
+  CHECK_EQUAL(made.ticket().pid, static_cast<std::int64_t>(::getpid()));
+  const pid_t child = ::fork();
+  if (child == 0) ::_exit(made.ticket().pid == ::getpid() ? 0 : 1);
+  int status = -1;
+  CHECK_EQUAL(::waitpid(child, &status, 0), child);
+  CHECK_EQUAL(status, 0);
+  CHECK_EQUAL(made.ticket().pid, static_cast<std::int64_t>(::getpid()));
+}
+
 TEST(a_segment_lives_as_long_as_somebody_maps_it_and_leaves_no_descriptor) {
   const int before = open_descriptors();
   {

@@ -51,7 +51,6 @@ class GroupBase(dist.ProcessGroup):
         self._group_name = ""
         self._group_desc = "undefined"
         self.options = SimpleNamespace(_timeout=timeout)  # torch writes more there
-        self._monitored_barrier = MonitoredBarrier(store, rank, size)
         self._engines = Engines(store, rank, size, timeout)
         self._pending: deque[Pending] = deque()
         self._pending_lock = threading.Lock()
@@ -63,6 +62,7 @@ class GroupBase(dist.ProcessGroup):
         self.members = exchange(store, own, size)
         machines = by_machine(self.members)
         local = next(machine for machine in machines if own in machine)
+        self._monitored_barrier = MonitoredBarrier(store, rank, size, local)
         context = attach(store, own, local)
         self._context = context
         if context is not None and len(machines) == 1:

@@ -96,12 +96,12 @@ def fetch(store: Store, keys: Sequence[str], watched: Sequence[Member] = ()) -> 
         return [store.get(key) for key in keys]
 
 
-def check_alive(watched: Sequence[Member]) -> None:
+def check_alive(watched: Sequence[Member], when: str = "while a group with it was made") -> None:
     """Raise if one of them, who are of this machine, has ended."""
     for member in watched:
         if not is_alive(member):
             raise PeerLostError(
-                f"{member.label} has ended while a group with it was made.",
+                f"{member.label} has ended {when}.",
                 rank=member.rank,
                 host=member.host,
                 pid=member.pid,

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import (
     Store,
 )
 
-from gradsync.backend import _native
+from gradsync.backend import _native, monitored_barrier
 from gradsync.backend._native import ReduceOp
 from gradsync.backend.arguments import (
     check_exchange,
@@ -436,6 +436,7 @@ def register() -> None:
     """Make ``backend="gradsync"`` known to torch."""
     if not hasattr(dist.Backend, "GRADSYNC"):
         dist.Backend.register_backend("gradsync", create, extended_api=True, devices=["cpu"])
+        monitored_barrier.serve(SharedMemoryGroup)
 
 
 class GlooGroup(SharedMemoryGroup):
