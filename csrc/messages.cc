@@ -367,15 +367,7 @@ void Messages::check_peers(bool& overdue) {
   if (any) overdue = progress();
   const auto look = [&](Message& message, int peer) {
     try {
-      for (int rank = 0; rank < members_.world(); ++rank) {
-        const bool is_asked = peer == kAnySource || peer == rank;
-        if (is_asked && gone[static_cast<std::size_t>(rank)]) members_.check(rank, errand(message));
-      }
-      if (Clock::now() >= message.deadline) {
-        std::vector<int> missing;
-        if (peer != kAnySource) missing.push_back(peer);
-        members_.give_up(errand(message), missing);
-      }
+      check(message, peer, gone);
     } catch (const std::exception&) {
       finish(message, std::current_exception());
       overdue = true;
@@ -401,6 +393,30 @@ void Messages::check_peers(bool& overdue) {
       inlet.is_dropped = true;  // should the rest come after all
     }
   }
+}
+
+// Throws if a message from or to `peer` cannot succeed any more. Who left owes nothing to one from anywhere,
+// as long as others are there who may send it; who was killed may have been about to.
+void Messages::check(const Message& message, int peer, const std::vector<bool>& gone) const {
+  std::vector<int> awaited;
+  int left = kAnySource;
+  for (int rank = 0; rank < members_.world(); ++rank) {
+    if (peer == kAnySource ? rank == members_.rank() : rank != peer) continue;
+    if (!gone[static_cast<std::size_t>(rank)]) {
+      awaited.push_back(rank);
+    } else if (peer == kAnySource && members_.line(rank).state.load(std::memory_order_acquire) == State::kLeft) {
+      left = rank;
+    } else {
+      members_.check(rank, errand(message));
+    }
+  }
+  if (awaited.empty() && left != kAnySource) members_.check(left, errand(message));
+  if (Clock::now() < message.deadline) return;
+  if (awaited.empty()) {
+    throw DeadlineError(describe(message.announcement) + ": the deadline has passed, and nobody else is in the group.",
+                        {});
+  }
+  members_.give_up(errand(message), awaited);
 }
 
 // ------------------------------------------------------------------------------- the ring

@@ -100,6 +100,7 @@ class Messages {
   void finish(Message& message, std::exception_ptr error);
   void fail_all(std::exception_ptr error);
   void check_peers(bool& overdue);
+  void check(const Message& message, int peer, const std::vector<bool>& gone) const;
   void run();
   std::uint64_t waiting_in(int from, int to) const;
   void put(int to, const std::byte* data, std::size_t bytes);

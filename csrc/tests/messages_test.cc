@@ -250,6 +250,50 @@ TEST(who_waits_for_a_message_hears_of_the_end_of_its_sender) {
   CHECK(b == data);
 }
 
+TEST(who_left_is_not_missed_by_a_receiver_from_anywhere_while_others_are_there) {
+  Ranks ranks(3);
+  auto first = bytes(1000, 1), second = bytes(1000, 2);
+  std::vector<std::byte> got(1000);
+  ranks.at(1).wait(start_send(ranks.at(1), 0, 0, first));
+  ranks.at(1).close();
+  ranks.at(0).wait(start_receive(ranks.at(0), kAnySource, 0, got));
+  CHECK(got == first);
+  const MessagePtr message = start_receive(ranks.at(0), kAnySource, 0, got);
+  std::this_thread::sleep_for(300ms);  // the receiver has looked for its peers by then
+  CHECK(!message->is_done);
+  ranks.at(2).wait(start_send(ranks.at(2), 0, 0, second));
+  ranks.at(0).wait(message);
+  CHECK(got == second);
+  CHECK_EQUAL(message->source, 2);
+  const MessagePtr last = start_receive(ranks.at(0), kAnySource, 0, got);
+  ranks.at(2).close();
+  const std::string text = CHECK_THROWS(PeerLostError, ranks.at(0).wait(last));
+  CHECK(check::contains(text, "has left the group"));
+}
+
+TEST(who_gave_up_is_missed_by_a_receiver_from_anywhere_though_others_are_there) {
+  Ranks ranks(4);
+  std::vector<std::byte> got(10);
+  const MessagePtr message = start_receive(ranks.at(0), kAnySource, 0, got);
+  ranks.at(1).close();
+  ranks.at(2).members().fail("it was tired", -1);
+  const std::string text = CHECK_THROWS(BrokenError, ranks.at(0).wait(message));
+  CHECK(check::contains(text, "rank 2 gave up: it was tired"));
+}
+
+TEST(at_the_deadline_a_receiver_from_anywhere_names_those_who_could_have_sent) {
+  Ranks ranks(4);
+  std::vector<std::byte> got(10);
+  ranks.at(2).close();
+  const std::string text =
+      CHECK_THROWS(DeadlineError, ranks.at(0).wait(start_receive(ranks.at(0), kAnySource, 0, got, 0.05)));
+  CHECK(check::contains(text, "Not arrived: rank 1, rank 3."));
+  Ranks alone(1);
+  const std::string other =
+      CHECK_THROWS(DeadlineError, alone.at(0).wait(start_receive(alone.at(0), kAnySource, 0, got, 0.05)));
+  CHECK(check::contains(other, "nobody else"));
+}
+
 TEST(a_message_has_a_deadline_in_both_directions) {
   Ranks ranks(2);
   std::vector<std::byte> in(10);

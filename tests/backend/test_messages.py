@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
+from forked import Nursery
 from oracle import assert_equal, values
+from promptness import check_best_of_three
 from ranks import raised, run, still_works
 
-from gradsync import CollectiveMismatchError
+from gradsync import CollectiveMismatchError, DeadlineError, PeerLostError
 from gradsync.testing import WorkerPool
 
 
@@ -67,6 +73,61 @@ class TestMessages:
             assert seen == set(range(1, world))
 
         run(pool, body, 4)
+
+    def test_from_any_source_though_a_rank_has_left_and_until_all_have(
+        self, pool: WorkerPool
+    ) -> None:
+        def body(rank: int, world: int) -> str:
+            group = dist.new_group(backend="gradsync")
+            text = ""
+            if rank == 0:
+                tensor = torch.zeros(10)
+                assert dist.recv(tensor, group=group) == 1
+                assert dist.recv(tensor, group=group) == 2
+                assert tensor[0] == 2
+                text = raised(lambda: dist.recv(tensor, group=group), PeerLostError)
+            else:
+                if rank == 2:
+                    time.sleep(0.4)  # rank 1 has left by then, and rank 0 has seen it
+                dist.send(torch.full((10,), float(rank)), 0, group=group)
+            dist.destroy_process_group(group)
+            return text
+
+        assert "has left the group while recv(40 x bytes)" in run(pool, body, 3)[0]
+
+    def test_from_any_source_fails_at_once_if_a_rank_is_killed(self, nursery: Nursery) -> None:
+        def body(rank: int, world: int) -> float:
+            dist.barrier()
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if rank == 0:
+                with pytest.raises(PeerLostError, match="has ended while recv") as caught:
+                    dist.recv(torch.zeros(10))
+                assert caught.value.rank == 1
+            return time.monotonic()
+
+        def kill() -> float:
+            first, second, _ = nursery.run(body, 3)
+            return first.unwrap() - second.ended
+
+        check_best_of_three(kill, promise=1.0)
+
+    def test_from_any_source_names_who_could_have_sent_at_the_deadline(
+        self, pool: WorkerPool
+    ) -> None:
+        def body(rank: int, world: int) -> None:
+            group = dist.new_group(backend="gradsync", timeout=timedelta(seconds=20))
+            dist.barrier(group)
+            if rank == 0:
+                group.set_timeout(timedelta(seconds=0.3))
+                with pytest.raises(
+                    DeadlineError, match=r"Not arrived: rank 1 .*, rank 2 "
+                ) as caught:
+                    dist.recv(torch.zeros(10), group=group)
+                assert caught.value.ranks == (1, 2)
+            dist.barrier()
+
+        run(pool, body, 3)
 
     def test_batches(self, pool: WorkerPool) -> None:
         def body(rank: int, world: int) -> None:
