@@ -151,7 +151,7 @@ def is_running(pid: int) -> bool:
 
 class TestSlowness:
     def test_a_slow_server_is_named_with_its_p95(self) -> None:
-        """The waits are given, from the first on: a busy machine's would be as long for any server."""
+        """All waits are given: those of a busy machine would be as long for any server."""
         with hybrid.local(servers=3) as cluster:
             cluster.watch = SlowWatch(cluster.servers, threshold=0.02)  # forgets those of joining
             answers = cluster._transport.replies

@@ -103,8 +103,8 @@ def _parse(message: bytes, founder: Member) -> tuple[int, int, int, list[int]]:
                 raise ValueError(f"{str(number)[:40]} is out of range")
         if pid != founder.pid:
             raise ValueError(f"it names process {pid}")
-        if max(descriptor, size) >= 2**63:
-            raise ValueError("numbers out of range")
+        if descriptor >= 2**31 or size >= 2**63:
+            raise ValueError(f"descriptor {descriptor} of {size} bytes is out of range")
     except (TypeError, KeyError, ValueError, RecursionError) as error:
         raise FaultError(
             f"What the store holds for the segment of {founder.label} was not written by "

@@ -19,6 +19,10 @@ from gradsync.backend import _native
 from gradsync.errors import DeadlineError, FaultError, PeerLostError
 
 LONGEST_MESSAGE = 4096
+LONGEST_HOST = 255
+LONGEST_MACHINE = 1024
+MAX_RANK = 2**31 - 1
+MAX_PID = 2**22  # of the kernel, whatever is set
 SLICE = timedelta(milliseconds=250)
 
 
@@ -110,12 +114,21 @@ def check_alive(watched: Sequence[Member], when: str = "while a group with it wa
 
 def is_alive(member: Member) -> bool:
     """Does the process of a member, which is one of this machine, still run?"""
+    return _state(member) not in "ZX" and _native.start_time(member.pid) == member.started
+
+
+def is_stopped(member: Member) -> bool:
+    """Has somebody stopped its process (SIGSTOP, or a debugger)?"""
+    return _state(member) in "Tt"
+
+
+def _state(member: Member) -> str:
+    """As the kernel says; that of what is no more is "X"."""
     try:
         stat = Path(f"/proc/{member.pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
-        return False
-    is_ended = stat.rpartition(")")[2].split()[0] in ("Z", "X")
-    return not is_ended and _native.start_time(member.pid) == member.started
+        return "X"
+    return stat.rpartition(")")[2].split()[0]
 
 
 def parse(message: bytes, rank: int) -> Member:
@@ -131,14 +144,29 @@ def parse(message: bytes, rank: int) -> Member:
             if type(values[name]) is not kind:
                 raise ValueError(f"{name} is {values[name]!r}")
         member = Member(**values)
-        if member.rank != rank or member.pid <= 0 or member.started < 0:
-            raise ValueError(f"rank {member.rank}, pid {member.pid}")
+        if member.rank != rank:
+            raise ValueError(f"it says that it is rank {member.rank}")
+        _check_bounds(member)
     except (ValueError, RecursionError) as error:
         raise FaultError(
             f"What the store holds for rank {rank} was not written by gradsync: {error}. Do all "
             "ranks run the same version, and does nobody else use the store?"
         ) from error
     return member
+
+
+def _check_bounds(member: Member) -> None:
+    for name, first, last in (
+        ("name", 0, MAX_RANK),
+        ("pid", 1, MAX_PID),
+        ("started", 1, 2**63 - 1),
+    ):
+        if not first <= getattr(member, name) <= last:
+            raise ValueError(f"{name} is {getattr(member, name)}")
+    for name, longest in (("host", LONGEST_HOST), ("machine", LONGEST_MACHINE)):
+        text = getattr(member, name)
+        if len(text) > longest or not text.isprintable():
+            raise ValueError(f"{name} is {text[:longest]!r}, of {len(text)} characters")
 
 
 def by_machine(members: Sequence[Member]) -> list[list[Member]]:
