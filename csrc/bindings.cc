@@ -191,6 +191,20 @@ OpHandle collective(const std::shared_ptr<Context>& context, int kind, int dtype
   return {context, request};
 }
 
+// Meets all ranks at what will go another way, which they have to describe in the same words.
+OpHandle agree(const std::shared_ptr<Context>& context, const std::string& text, double seconds,
+               bool in_background) {
+  auto request = std::make_shared<Op>();
+  request->announcement.kind = Kind::kElsewhere;
+  request->announcement.count = kTextBytes;
+  request->text = text.substr(0, kTextBytes - 1);
+  request->text.resize(kTextBytes);
+  request->sources = {reinterpret_cast<const std::byte*>(request->text.data())};
+  request->deadline = after(seconds);
+  context->issue(request, in_background);
+  return {context, request};
+}
+
 MessageHandle message(const std::shared_ptr<Context>& context, Kind kind, Address address,
                       std::uint64_t bytes, int other, std::int32_t tag, double seconds) {
   const int world = context->members().world();
@@ -300,6 +314,10 @@ PYBIND11_MODULE(_native, module) {
       .value("GATHER", Kind::kGather).value("SCATTER", Kind::kScatter)
       .value("BARRIER", Kind::kBarrier).value("SEND", Kind::kSend).value("RECV", Kind::kRecv)
       .finalize();
+  py::native_enum<State>(module, "State", "enum.IntEnum")
+      .value("PRESENT", State::kPresent).value("LEFT", State::kLeft).value("ABORTED", State::kAborted)
+      .value("FAILED", State::kFailed)
+      .finalize();
   py::native_enum<Phase>(module, "Phase", "enum.IntEnum")
       .value("NEVER", Phase::kNever).value("POST", Phase::kPost).value("POSTED", Phase::kPosted)
       .value("ARRIVED", Phase::kArrived).value("TAKEN", Phase::kTaken).value("TICKED", Phase::kTicked)
@@ -403,6 +421,7 @@ PYBIND11_MODULE(_native, module) {
            py::arg("in_background"))
       .def("all_reduce", &all_reduce, py::arg("address"), py::arg("count"), py::arg("dtype"),
            py::arg("op"), py::arg("seconds"), py::arg("waits"))
+      .def("agree", &agree, py::arg("text"), py::arg("seconds"), py::arg("in_background"))
       .def("message", &message, py::arg("kind"), py::arg("address"), py::arg("bytes"),
            py::arg("other"), py::arg("tag"), py::arg("seconds"))
       .def("ticket", [](Context& self) {
@@ -411,8 +430,14 @@ PYBIND11_MODULE(_native, module) {
       })
       .def("leave_to_background", &Context::leave_to_background)
       .def("close_descriptor", [](Context& self) { self.members().close_descriptor(); })
-      .def("fail", [](Context& self, const std::string& reason) { self.members().fail(reason, -1); },
+      .def("fail", [](Context& self, const std::string& reason) { self.members().fail(reason, kOutsider); },
            py::arg("reason"))
+      .def("absent", [](Context& self) { return self.members().absent(); })
+      .def("states", [](Context& self) {
+        std::vector<std::pair<State, std::string>> states;
+        for (int rank = 0; rank < self.members().world(); ++rank) states.push_back(self.members().state(rank));
+        return states;
+      })
       .def("abort", &Context::abort, py::call_guard<py::gil_scoped_release>())
       .def("close", &Context::close, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("issued", &Context::issued)

@@ -68,7 +68,7 @@ void Collectives::post(Op& op) {
 // comes here, and each sees all announcements. So either all of them throw, or none does.
 void Collectives::finish(Op& op, const Patience& patience) {
   patience_ = patience;
-  members_.await(op.first_tick, {&op.announcement, op.deadline}, patience_);
+  members_.await(op.first_tick, {&op.announcement, op.deadline, op.text.c_str()}, patience_);
   probe(Phase::kArrived);
   check(op);
   if (is_small(op) || op.announcement.kind != Kind::kAllReduce) {
@@ -83,19 +83,22 @@ void Collectives::finish(Op& op, const Patience& patience) {
 
 void Collectives::check(const Op& op) const {
   const Announcement& own = op.announcement;
-  const auto agrees = [&](const Announcement& other) {
+  const auto text_of = [&](int rank) { return reinterpret_cast<const char*>(members_.slot(rank, op.turn)); };
+  const auto agrees = [&](int rank) {
+    const Announcement& other = members_.announcement(rank, own.sequence);
     return other.sequence == own.sequence && other.kind == own.kind && other.dtype == own.dtype &&
-           other.op == own.op && other.root == own.root && other.count == own.count;
+           other.op == own.op && other.root == own.root && other.count == own.count &&
+           (own.kind != Kind::kElsewhere || std::strncmp(text_of(rank), op.text.c_str(), kTextBytes) == 0);
   };
   bool all_agree = true;
   for (int rank = 0; rank < members_.world(); ++rank) {
-    all_agree &= agrees(members_.announcement(rank, own.sequence));
+    all_agree &= agrees(rank);
   }
   if (all_agree) return own.kind == Kind::kAllToAll ? check_pieces(op) : void();
   std::string text = "collective " + std::to_string(own.sequence) + " is not the same on all ranks:";
   for (int rank = 0; rank < members_.world(); ++rank) {
     const Announcement& other = members_.announcement(rank, own.sequence);
-    text += (rank ? "; " : " ") + members_.label(rank) + ": " + describe(other);
+    text += (rank ? "; " : " ") + members_.label(rank) + ": " + describe(other, text_of(rank));
   }
   throw MismatchError(text + '.');
 }

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "layout.h"
@@ -28,6 +29,7 @@ struct Op {
   std::vector<std::uint64_t> source_bytes;  // all-to-all only: the pieces may differ
   std::vector<std::uint64_t> target_bytes;
   Deadline deadline;
+  std::string text;  // kElsewhere: what it is, in words, which is all that is compared
 
   std::shared_ptr<Allocation> allocation;  // the memory of the target, if it is symmetric
   unsigned turn = 0;

@@ -151,7 +151,7 @@ void Context::note_if_broken(const Op& op) {
   } catch (const MismatchError&) {
     return;  // on all ranks alike
   } catch (const std::exception& other) {  // also out of memory: this rank may have left in the middle
-    members_.fail(other.what(), -1);
+    members_.fail(other.what(), kNobody);
   }
   broken_ = op.error;
 }

@@ -17,19 +17,20 @@
 namespace gradsync {
 
 constexpr std::uint64_t kMagic = 0x636e797364617267;  // "gradsync"
-constexpr std::uint32_t kVersion = 5;
+constexpr std::uint32_t kVersion = 6;
 constexpr int kMaxRanks = 256;
 constexpr std::size_t kMaxSlotBytes = 1024 * 1024;
 constexpr std::size_t kAllSlotsBytes = 32 * 1024 * 1024;  // of a group together, at most
 constexpr std::size_t kSmallBytes = 32 * 1024;       // up to here one exchange does it all
 constexpr std::size_t kPairBytes = 16 * 1024 * 1024;  // of all channels together, at most
 constexpr std::size_t kMaxChannelBytes = 256 * 1024;
+constexpr std::size_t kTextBytes = 128;  // of what is announced in words
 constexpr std::size_t kCacheLine = 64;
 constexpr std::size_t kAlignment = 128;  // two cache lines: neighbours are fetched in pairs
 
 enum class Kind : std::uint32_t {
   kNone, kAllReduce, kReduce, kBroadcast, kAllGather, kReduceScatter, kAllToAll, kGather, kScatter,
-  kBarrier, kSend, kRecv, kCount
+  kBarrier, kElsewhere, kSend, kRecv, kCount
 };
 
 // What a rank is about to do. All ranks have to say the same, but for the fields below the line.
@@ -47,11 +48,13 @@ struct Announcement {
 };
 
 enum class State : std::uint32_t { kPresent, kLeft, kAborted, kFailed };
+constexpr std::int32_t kNobody = -1;
+constexpr std::int32_t kOutsider = -2;  // somebody of another machine: nobody here can go on either
 
 struct alignas(kAlignment) Line {
   std::atomic<std::uint32_t> clock;     // how many ticks this rank has gone
   std::atomic<State> state;
-  std::atomic<std::int32_t> blames;     // kFailed: the rank that it lost, or -1
+  std::atomic<std::int32_t> blames;     // kFailed: the rank that it lost, or one of those below
   std::atomic<std::uint64_t> last;      // the number of its last announcement, for messages of others
   char reason[480];                     // kFailed: what it said, written before the state
   alignas(64) Announcement announcements[2];

@@ -13,7 +13,7 @@ constexpr std::chrono::milliseconds kSlice{100};
 const char* name_of(Kind kind) {
   static constexpr const char* kNames[] = {"nothing",    "all_reduce",     "reduce",     "broadcast",
                                            "all_gather", "reduce_scatter", "all_to_all", "gather",
-                                           "scatter",    "barrier",        "send",       "recv"};
+                                           "scatter",    "barrier",        "a collective through gloo", "send", "recv"};
   return kind < Kind::kCount ? kNames[static_cast<int>(kind)] : "an unknown collective";
 }
 
@@ -22,13 +22,14 @@ bool is_point_to_point(Kind kind) { return kind == Kind::kSend || kind == Kind::
 std::string name_of(const Errand& errand) {
   const Announcement& a = *errand.announcement;
   if (is_point_to_point(a.kind)) return describe(a);
-  return "collective " + std::to_string(a.sequence) + ", " + describe(a);
+  return "collective " + std::to_string(a.sequence) + ", " + describe(a, errand.text);
 }
 
 }  // namespace
 
-std::string describe(const Announcement& a) {
+std::string describe(const Announcement& a, const char* words) {
   std::string text = name_of(a.kind);
+  if (a.kind == Kind::kElsewhere) return *words == '\0' ? text : std::string(words, ::strnlen(words, kTextBytes));
   if (a.kind == Kind::kBarrier || a.kind == Kind::kNone) return text;
   text += '(';
   if (a.op != ReduceOp::kNone) text += std::string(name_of(a.op)) + ", ";
@@ -136,7 +137,9 @@ void Members::await(Tally& tally, std::uint32_t count, const HasCome& has_come, 
       if (each == rank_) continue;
       // First whether it is gone, then how far it came: what it did before it ended counts.
       const bool gone = is_gone(each);
-      if (line(each).state.load(std::memory_order_acquire) == State::kAborted) aborter = each;
+      const State state = line(each).state.load(std::memory_order_acquire);
+      const bool is_for_all = state == State::kFailed && line(each).blames.load() == kOutsider;
+      if (state == State::kAborted || is_for_all) aborter = each;
       if (has_come(each)) continue;
       if (reached(tally.count.load(std::memory_order_acquire), count)) return;
       if (gone) check(each, errand);
@@ -146,6 +149,27 @@ void Members::await(Tally& tally, std::uint32_t count, const HasCome& has_come, 
     if (left <= left.zero() && !missing.empty()) give_up(errand, missing);
     sleep_on(tally.count, seen, tally.sleepers, std::min<Clock::duration>(kSlice, left));
   }
+}
+
+std::pair<State, std::string> Members::state(int peer) const {
+  const State state = line(peer).state.load(std::memory_order_acquire);
+  const bool is_for_all = state == State::kFailed && line(peer).blames.load() == kOutsider;
+  return {state, is_for_all ? reason(peer) : ""};
+}
+
+std::string Members::reason(int peer) const {
+  const Line& other = line(peer);
+  return std::string(other.reason, ::strnlen(other.reason, sizeof other.reason));
+}
+
+std::vector<int> Members::absent() const {
+  const std::uint64_t own = line(rank_).last.load(std::memory_order_relaxed);
+  std::vector<int> ranks;
+  for (int peer = 0; peer < world(); ++peer) {
+    const bool has_come = line(peer).last.load(std::memory_order_relaxed) >= own;
+    if (!has_come) ranks.push_back(peers_[static_cast<std::size_t>(peer)].rank);
+  }
+  return ranks;
 }
 
 bool Members::is_gone(int peer) const {
@@ -159,9 +183,8 @@ void Members::check(int peer, const Errand& errand) const {
   if (state == State::kPresent && !lives_[static_cast<std::size_t>(peer)].is_over()) return;
   if (state == State::kFailed) {
     const int blamed = other.blames.load(std::memory_order_relaxed);
-    const std::string reason(other.reason, ::strnlen(other.reason, sizeof other.reason));
     const std::string text =
-        name_of(errand) + " cannot complete: " + label(peer) + " gave up: " + reason;
+        name_of(errand) + " cannot complete: " + label(peer) + " gave up: " + reason(peer);
     if (blamed >= 0 && blamed < world()) throw PeerLostError(text, blamed, peers_[static_cast<std::size_t>(blamed)]);
     throw BrokenError(text);
   }

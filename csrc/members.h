@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstddef>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "error.h"
@@ -21,6 +22,7 @@ namespace gradsync {
 struct Errand {
   const Announcement* announcement;
   Deadline deadline;
+  const char* text = "";  // kElsewhere: what it is
 };
 
 class Members {
@@ -71,6 +73,10 @@ class Members {
   bool aborted() const { return aborted_.load(std::memory_order_relaxed); }
 
   bool is_gone(int peer) const;
+  // What a rank says of itself, and why if it has given up for all of us.
+  std::pair<State, std::string> state(int peer) const;
+  // Who has not come to the last collective that this rank has announced, by its rank in the whole group.
+  std::vector<int> absent() const;
   // Throws if `peer` cannot be expected to go on.
   void check(int peer, const Errand& errand) const;
   // False if all is done, else throws if any peer says that it has given up or left.
@@ -84,6 +90,7 @@ class Members {
   void await(Tally& tally, std::uint32_t count, const HasCome& has_come, const Errand& errand,
              const Patience& patience);
   Header& header() const { return *layout_.header(segment_.data()); }
+  std::string reason(int peer) const;
   [[noreturn]] void lost(int peer, const Errand& errand, const std::string& how) const;
 
   Segment segment_;
@@ -95,6 +102,6 @@ class Members {
   std::atomic<bool> aborted_{false};
 };
 
-std::string describe(const Announcement& announcement);
+std::string describe(const Announcement& announcement, const char* text = "");
 
 }  // namespace gradsync

@@ -2,9 +2,14 @@
 
 [Note: alarm]
 Whoever notices trouble raises an alarm. One rank a machine, its leader, looks for it a few times a
-second, answers with the number of the collective that it has come to, and looks for the reason. So
-a leader that finds its flow cut learns which machines still answer, and all machines learn the
-first reason that anybody gave.
+second, answers how far its machine has come, and looks for the reason. So a leader that finds its
+flow cut learns which machines still answer, and all machines learn the first reason that anybody
+gave.
+
+[Note: after]
+A rank may end while its machine computes, and others wait for the machine. Its leader sees that
+too, and posts it with the number of the collective that it has come to. It concerns those who are
+further than that: what comes before is complete there.
 """
 
 import json
@@ -13,101 +18,113 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch._C._distributed_c10d import Store
 
-from gradsync.errors import AbortedError, DeadlineError, FaultError, PeerLostError
+from gradsync.backend.members import LONGEST_MESSAGE, MAX_RANK
+from gradsync.backend.notices import Told, decode, encode
 
 PERIOD_SECONDS = 0.2  # between two looks
 GRACE_SECONDS = 0.45  # for an answer
-LONGEST_MESSAGE = 8192
-KINDS = {kind.__name__: kind for kind in (AbortedError, DeadlineError, FaultError, PeerLostError)}
+LONGEST_GRACE_SECONDS = 2.0  # for one, as long as several are missing
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How far a machine has come: to which collective, and who of it has not."""
+
+    number: int
+    absent: tuple[int, ...] = ()
+
+
+class Owner(Protocol):
+    """Whose board it is. All of it is called on a thread of the board's."""
+
+    def absent(self) -> list[int]:
+        """Who of this machine has not come to the collective under way."""
+
+    def look_after_neighbours(self) -> Told | None:
+        """What is to be posted, if anything is. Leaders are asked a few times a second."""
+
+    def drop_everything(self, notice: Told) -> None:
+        """A leader has heard of something that concerns it."""
 
 
 class Board:
     """One group's notices. Every call returns soon, also if the store does not."""
 
-    def __init__(self, store: Store, machine: int, *, is_leader: bool) -> None:
+    def __init__(self, store: Store, machine: int, owner: Owner, *, is_leader: bool) -> None:
         self.progress = 0  # the number of the collective that this rank has come to
         self._machine = machine
         self._is_leader = is_leader
+        self._owner: Owner | None = owner  # until it is closed
         self._given = store
         self._store: Store | None = None
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._notice: FaultError | None = None
+        self._heard: Told | None = None
+        self._after = -1  # [Note: after]
         self._trouble = ""
         if is_leader:
             self._start()
 
     @property
-    def notice(self) -> FaultError | None:
-        """What a leader has heard."""
-        return self._notice
+    def notice(self) -> Told | None:
+        """What has been heard, if it concerns what this rank has come to."""
+        return self._heard if self.progress > self._after else None
 
     @property
     def trouble(self) -> str:
         """Why the store cannot be asked, or nothing."""
         return self._trouble
 
-    def post(self, error: FaultError) -> None:
+    def post(self, error: Told) -> None:
         """Tell the other machines, unless somebody was first."""
-        message = json.dumps(
-            {
-                "kind": type(error).__name__,
-                "text": str(error)[: LONGEST_MESSAGE // 2],
-                "rank": getattr(error, "rank", None),
-                "host": getattr(error, "host", None),
-                "pid": getattr(error, "pid", None),
-                "ranks": list(getattr(error, "ranks", ())),
-            }
-        )
+        self._ask(lambda store: _write(store, error, after=-1), GRACE_SECONDS)
 
-        def write(store: Store) -> None:
-            store.compare_set("notice", "", message)
-            store.set("alarm", "1")
-
-        self._ask(write, GRACE_SECONDS)
-
-    def read(self, seconds: float = GRACE_SECONDS) -> FaultError | None:
+    def read(self, seconds: float = GRACE_SECONDS) -> Told | None:
         """What has been posted; waits for it for a while."""
         deadline = time.monotonic() + seconds
-        while self._notice is None and not self._trouble and time.monotonic() < deadline:
-            self._notice = self._ask(_look, deadline - time.monotonic())
-            if self._notice is None:
+        while self.notice is None and not self._trouble and time.monotonic() < deadline:
+            self._ask(self._hear, deadline - time.monotonic())
+            if self.notice is None:
                 time.sleep(0.02)
-        return self._notice
+        return self.notice
 
-    def roll_call(self, machines: int) -> dict[int, int | None]:
+    def roll_call(self, machines: int) -> dict[int, Answer | None]:
         """Raise the alarm: how far each other machine has come, None for one without an answer.
 
         Empty, if somebody posts a reason meanwhile, or the store fails.
         """
 
         def ring(store: Store) -> None:
-            store.set(f"here/{self._machine}", str(self.progress))
+            if self._is_leader:
+                self._answer(store)
             store.set("alarm", "1")
 
+        others = [machine for machine in range(machines) if machine != self._machine]
+        deadline = time.monotonic() + LONGEST_GRACE_SECONDS
         self._ask(ring, GRACE_SECONDS)
-        if self.read() is not None or self._trouble:
-            return {}
-
-        def collect(store: Store) -> dict[int, int | None]:
-            others = [machine for machine in range(machines) if machine != self._machine]
-            return {
-                each: int(store.get(f"here/{each}")) if store.check([f"here/{each}"]) else None
-                for each in others
-            }
-
-        return self._ask(collect, GRACE_SECONDS) or {}
+        while True:
+            if self.read() is not None or self._trouble:
+                return {}
+            answers: dict[int, Answer | None] = self._ask(
+                lambda store: {each: _collect(store, each) for each in others}, GRACE_SECONDS
+            ) or dict.fromkeys(others)
+            # A machine that is only slow must not be taken for one that is gone.
+            is_clear = sum(answer is None for answer in answers.values()) < 2
+            if is_clear or time.monotonic() > deadline:
+                return answers
 
     def close(self) -> None:
         """End the thread, if the store lets it."""
         if self._thread is not None:
             self._calls.put(None)
             self._thread.join(1.0)
+        self._owner = None
 
     # ---------------------------------------------------------------- the thread
 
@@ -137,10 +154,10 @@ class Board:
         return self._store
 
     def _run(self) -> None:
-        is_alarmed = False
+        is_over = not self._is_leader
         while True:
             call: Callable[[], object] | None = self._listen
-            if is_alarmed or self._trouble or not self._is_leader:
+            if is_over or self._trouble:
                 call = self._calls.get()
             else:
                 with suppress(queue.Empty):
@@ -148,19 +165,26 @@ class Board:
             if call is None:
                 return
             try:
-                result = call()
-                is_alarmed = is_alarmed or (call == self._listen and bool(result))
+                call()
+                if not is_over and self.notice is not None:
+                    is_over = True
+                    if self._owner is not None:
+                        self._owner.drop_everything(self.notice)
             except Exception as error:  # its host has died, for one
                 self._trouble = self._trouble or (str(error).splitlines() or [repr(error)])[0]
 
-    def _listen(self) -> bool:
+    def _listen(self) -> None:
         store = self._connected()
+        if self._heard is None and self._owner is not None:
+            found = self._owner.look_after_neighbours()
+            if found is not None:
+                _write(store, found, after=self.progress)
         if not store.check(["alarm"]):
-            return False
-        store.set(f"here/{self._machine}", str(self.progress))
-        deadline = time.monotonic() + 4 * GRACE_SECONDS
-        while self._notice is None and time.monotonic() < deadline:
-            self._notice = _look(store)
+            return
+        self._answer(store)
+        deadline = time.monotonic() + PERIOD_SECONDS
+        while self._heard is None and time.monotonic() < deadline:
+            self._hear(store)
             # Our own rank may want to ask meanwhile.
             with suppress(queue.Empty):
                 call = self._calls.get(timeout=0.02)
@@ -168,24 +192,33 @@ class Board:
                     self._calls.put(None)
                     break
                 call()
-        return True
+
+    def _answer(self, store: Store) -> None:
+        absent = [] if self._owner is None else self._owner.absent()
+        answer = {"number": self.progress, "absent": absent}
+        store.set(f"here/{self._machine}", json.dumps(answer))
+
+    def _hear(self, store: Store) -> None:
+        if self._heard is None and store.check(["notice"]):
+            after, _, notice = store.get("notice").partition(b":")
+            is_number = len(after) < 20 and after.removeprefix(b"-").isdigit()
+            self._after = int(after) if is_number else -1
+            self._heard = decode(notice)
 
 
-def _look(store: Store) -> FaultError | None:
-    return _parse(store.get("notice")) if store.check(["notice"]) else None
+def _write(store: Store, error: Told, *, after: int) -> None:
+    store.compare_set("notice", "", f"{after}:{encode(error)}")
+    store.set("alarm", "1")
 
 
-def _parse(message: bytes) -> FaultError:
-    """Believe no more than can be: a store may be reached by others than us."""
-    with suppress(ValueError, TypeError, AttributeError):
-        values = json.loads(message[:LONGEST_MESSAGE])
-        kind = KINDS.get(values.get("kind"), FaultError)
-        text = str(values.get("text"))
-        if kind is PeerLostError:
-            rank, host, pid = (values.get(key) for key in ("rank", "host", "pid"))
-            if (rank is None or isinstance(rank, int)) and (pid is None or isinstance(pid, int)):
-                return PeerLostError(text, rank=rank, host=host and str(host), pid=pid)
-        if kind is DeadlineError:
-            return DeadlineError(text, ranks=[int(rank) for rank in values.get("ranks", ())])
-        return kind(text)
-    return FaultError("Another machine has given up, and left a notice that cannot be read.")
+def _collect(store: Store, machine: int) -> Answer | None:
+    """What a machine has answered; what it cannot have answered is none."""
+    key = f"here/{machine}"
+    if not store.check([key]):
+        return None
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
+        values = json.loads(store.get(key)[:LONGEST_MESSAGE])
+        number, absent = values["number"], values["absent"]
+        if type(number) is int and all(type(rank) is int for rank in absent):
+            return Answer(number, tuple(rank for rank in absent if 0 <= rank <= MAX_RANK))
+    return None

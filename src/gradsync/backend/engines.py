@@ -7,7 +7,9 @@ there when the first tensor of another device comes, and make the engine then. A
 at the same collective, as all ranks have to.
 """
 
+import queue
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +21,7 @@ from gradsync.errors import ArgumentError, StateError
 
 CPU = torch.device("cpu")
 LONGEST_GOODBYE = 0.5  # seconds
+PERIOD_SECONDS = 0.1  # between two looks
 
 
 def let_go(engines: dict[str, Any]) -> None:
@@ -44,9 +47,24 @@ class Engines:
         self._made: dict[str, Any] = {}
         self._closed = False
 
-    def gloo(self) -> Any:
-        """For tensors of the CPU, and wherever gloo was asked for."""
-        return self._made.get("gloo") or self._make("gloo")
+    def gloo(self, look: Callable[[], None] | None = None) -> Any:
+        """For tensors of the CPU, and wherever gloo was asked for.
+
+        To make it waits for all ranks. ``look`` is called meanwhile, and may raise.
+        """
+        if look is None or "gloo" in self._made:
+            return self._made.get("gloo") or self._make("gloo")
+        made: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._try_to_make, args=("gloo", made), daemon=True).start()
+        while True:
+            try:
+                result = made.get(timeout=PERIOD_SECONDS)
+            except queue.Empty:
+                look()
+                continue
+            if isinstance(result, Exception):
+                raise result
+            return result
 
     def nccl(self, group: dist.ProcessGroup) -> Any:
         """For CUDA tensors. No test of ours has run it: that takes GPUs."""
@@ -69,6 +87,12 @@ class Engines:
         for engine in self._made.values():
             engine.shutdown()
         let_go(self._made)
+
+    def _try_to_make(self, name: str, made: "queue.SimpleQueue[Any]") -> None:
+        try:
+            made.put(self._make(name))
+        except Exception as error:
+            made.put(error)
 
     def _make(self, name: str, group: dist.ProcessGroup | None = None) -> Any:
         if self._closed:

@@ -4,6 +4,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +17,17 @@ from torch._C._distributed_c10d import Store
 from gradsync.backend import _native
 from gradsync.backend.arguments import check_rank
 from gradsync.backend.attach import attach
+from gradsync.backend.calls import CALLS, describe, in_words, tensors_in
+from gradsync.backend.detour import Detour
 from gradsync.backend.dynamo import leave_alone
 from gradsync.backend.engines import CPU, Engines, configured, engine_for
 from gradsync.backend.hierarchy import Hierarchy
-from gradsync.backend.members import by_machine, exchange, myself
+from gradsync.backend.lane import Flow, explained
+from gradsync.backend.members import by_machine, check_alive, exchange, myself
 from gradsync.backend.monitored_barrier import MonitoredBarrier
 from gradsync.backend.shared_memory import Reduction, SharedMemory, Started
 from gradsync.backend.work import DoneWork, Notifier, Record, SharedMemoryWork
+from gradsync.errors import FaultError
 
 Work = Any  # ours, or gloo's
 Pending = SharedMemoryWork | Reduction | Started
@@ -57,12 +62,14 @@ class GroupBase(dist.ProcessGroup):
         self._memory: SharedMemory | None = None
         self._hierarchy: Hierarchy | None = None
         self._context: _native.Context | None = None
+        self._lane: Detour | None = None
+        self._monitored_barrier: MonitoredBarrier | None = None
         self._notifier = Notifier(self._leave_to_background)
         own = myself(rank, rank if name is None else name)
         self.members = exchange(store, own, size)
         machines = by_machine(self.members)
-        local = next(machine for machine in machines if own in machine)
-        self._monitored_barrier = MonitoredBarrier(store, rank, size, local)
+        self._local = local = next(machine for machine in machines if own in machine)
+        self._monitored_barrier = MonitoredBarrier(store, rank, size, self.members)
         context = attach(store, own, local)
         self._context = context
         if context is not None and len(machines) == 1:
@@ -73,7 +80,7 @@ class GroupBase(dist.ProcessGroup):
                 memory = SharedMemory(context, local.index(own), len(local))
             self._hierarchy = Hierarchy.build(store, own, machines, memory, timeout)
         if self._memory is None:
-            self._engines.gloo()  # now, as messages between two ranks do not wait for the others
+            self._make_gloo()  # now, as messages between two ranks do not wait for the others
 
     # ---------------------------------------------------------------- what torch asks for
 
@@ -162,6 +169,8 @@ class GroupBase(dist.ProcessGroup):
         """Nothing to do: our collectives have numbers anyway."""
 
     def _get_sequence_number_for_group(self) -> int:
+        if self._hierarchy is not None:
+            return self._hierarchy.issued
         return 0 if self._context is None else self._context.issued
 
     # ---------------------------------------------------------------- the end
@@ -170,8 +179,11 @@ class GroupBase(dist.ProcessGroup):
         """Make what is under way fail, here and on the other ranks. Nothing works afterwards."""
         if self._context is not None:
             self._context.abort()
-        if self._hierarchy is not None:
-            self._hierarchy.abort()
+        if self._monitored_barrier is not None:
+            self._monitored_barrier.close()
+        for lane in (self._hierarchy, self._lane):
+            if lane is not None:
+                lane.abort()
         self._engines.abort()
 
     def shutdown(self) -> None:
@@ -179,15 +191,18 @@ class GroupBase(dist.ProcessGroup):
         if self._closed:
             return
         self._closed = True
-        if self._hierarchy is not None:
-            self._hierarchy.close()
+        if self._monitored_barrier is not None:
+            self._monitored_barrier.close()
+        for lane in (self._hierarchy, self._lane):
+            if lane is not None:
+                lane.close()
         if self._context is not None:
             self._context.close()
         self._notifier.stop()
         self._pending.clear()
         self._engines.shutdown()
         # The segment goes with the last work that holds it, and does not wait for the collector.
-        self._context = self._memory = self._hierarchy = None
+        self._context = self._memory = self._hierarchy = self._lane = None
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
@@ -195,9 +210,53 @@ class GroupBase(dist.ProcessGroup):
 
     # ---------------------------------------------------------------- helpers
 
-    def _engine(self, tensor: Tensor) -> Any:
-        """For what has no way of ours. All ranks come here at the same collective."""
-        return engine_for(self, self._engines, tensor.device)
+    def _make_gloo(self) -> None:
+        try:
+            self._engines.gloo(partial(check_alive, self._local))
+        except RuntimeError as error:
+            if isinstance(error, FaultError):
+                raise
+            raise explained("a group with gloo that is made", error, self._local) from error
+
+    def _by_engine(self, method: str, *arguments: Any, opts: Any) -> Work:
+        """A collective that has no way of ours. All ranks come here at the same one."""
+        tensors = list(tensors_in(arguments))
+
+        def call(engine: Any) -> Any:
+            return getattr(engine, method)(*arguments, opts)
+
+        if tensors and not tensors[0].is_cpu:
+            return call(engine_for(self, self._engines, tensors[0].device))
+        name = in_words(method, arguments, opts)
+        ways = self._hierarchy or self._detour()
+        if ways is None:
+            begin = partial(call, self._engines.gloo())
+            flow = Flow.begin(f"{name} through gloo", begin, self._local)
+            started = Started(flow, tensors, None, opts.asyncOp)
+        else:
+            seconds = self._seconds(opts)
+            started = ways.collective(
+                name, call, self._engines, tensors, seconds, later=opts.asyncOp
+            )
+        return self._work(CALLS[method][0], started, list(tensors_in(arguments[:1])), tensors)
+
+    def _message_by_engine(self, method: str, tensor: Tensor, other: int | None, tag: int) -> Work:
+        """A message that has no way of ours."""
+        engine = engine_for(self, self._engines, tensor.device)
+        rest = (tag,) if other is None else (other, tag)
+        begin = partial(getattr(engine, method), [tensor], *rest)
+        if not tensor.is_cpu:
+            return begin()
+        whom = None if other is None else self.members[other]
+        flow = Flow.begin(f"{method}({describe(tensor)}) through gloo", begin, self._local, whom)
+        return self._work(method, Started(flow, tensor), [tensor])
+
+    def _detour(self) -> Detour | None:
+        """For ranks that share memory, made when it is first needed."""
+        with self._pending_lock:
+            if self._lane is None and self._memory is not None:
+                self._lane = Detour("gradsync-detour", self._memory, self._local)
+            return self._lane
 
     def _work(
         self,
@@ -215,7 +274,8 @@ class GroupBase(dist.ProcessGroup):
         if _profiler_enabled():
             given = outputs if inputs is None else inputs
             work.record = Record(f"{self.name()}:{name}", given)
-        self._keep(None if started.handle.done else work)
+        is_kept_by_gloo = isinstance(started.handle, Flow)
+        self._keep(None if is_kept_by_gloo or started.handle.done else work)
         return work
 
     def _wait_at_once(self, started: Started) -> None:
@@ -224,8 +284,7 @@ class GroupBase(dist.ProcessGroup):
         except BaseException:
             if not started.handle.done:  # interrupted, while a thread was at it
                 self._keep(started)
-                if self._context is not None:
-                    self._context.abort()
+                self.abort()
             raise
         if self._pending:
             self._keep(None)

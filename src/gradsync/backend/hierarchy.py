@@ -2,40 +2,44 @@
 
 The first rank of a machine is its leader. A tensor goes in chunks: the ranks of a machine reduce a
 chunk into the leader's, the leaders reduce it over the network, and each leader gives it to its
-machine, while the next chunk is reduced and the one after it is on the way.
+machine, while the next chunk is reduced and the one after it is on the way. What works in another
+way goes through gloo between all ranks.
 
-[Note: flows]
-gloo cannot be told to give up a collective. Leaders wait for it in slices and listen to the other
-machines meanwhile (see board.py); one that is not waited for any more keeps what it works on, which
-is therefore memory of ours and never the user's.
+[Note: words first]
+Before anything else the ranks of a machine, and then the leaders, tell each other in words what
+they are about to do: gloo does not compare, and mixes up messages or ends the process. It costs the
+leaders one exchange of 128 bytes.
+
+[Note: flows] in lane.py is why the leaders' flows have memory of their own, and never the user's.
 """
 
-import queue
-import threading
-import time
+import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import (
+    AllgatherOptions,
     AllreduceOptions,
-    BarrierOptions,
     BroadcastOptions,
     PrefixStore,
     ProcessGroupGloo,
     Store,
 )
 
-from gradsync.backend._native import ReduceOp
+from gradsync.backend._native import ReduceOp, State
 from gradsync.backend.board import GRACE_SECONDS, Board
-from gradsync.backend.engines import let_go
-from gradsync.backend.members import Member, fetch
+from gradsync.backend.calls import describe
+from gradsync.backend.engines import Engines, let_go
+from gradsync.backend.lane import Call, Clock, Lane, Task, first_line, is_late, lost
+from gradsync.backend.members import Member, fetch, is_alive
+from gradsync.backend.notices import Told
+from gradsync.backend.places import in_place
 from gradsync.backend.shared_memory import SharedMemory, Started
-from gradsync.backend.work import translate
 from gradsync.errors import (
     AbortedError,
     CollectiveMismatchError,
@@ -44,8 +48,8 @@ from gradsync.errors import (
     PeerLostError,
 )
 
-CHUNK_BYTES = 1024 * 1024
-SLICE = timedelta(milliseconds=100)
+CHUNK_BYTES = 2 * 1024 * 1024
+TEXT_BYTES = 128
 GLOO_OPS = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
     ReduceOp.AVG: dist.ReduceOp.SUM,
@@ -59,57 +63,7 @@ GLOO_OPS = {
 WIDER = {torch.bfloat16: torch.float32, torch.int16: torch.int32}  # what gloo cannot reduce
 
 
-class Clock:
-    """How long an operation may still take. It begins when the operation is issued."""
-
-    def __init__(self, seconds: float) -> None:
-        self._deadline = time.monotonic() + seconds
-
-    @property
-    def left(self) -> float:
-        """In seconds, and never nothing: what looks once more finds what is already there."""
-        return max(self._deadline - time.monotonic(), 0.001)
-
-    @property
-    def timeout(self) -> timedelta:
-        """The same, for gloo."""
-        return timedelta(seconds=self.left)
-
-    @property
-    def is_over(self) -> bool:
-        """Has the deadline passed?"""
-        return time.monotonic() >= self._deadline
-
-
-class Task:
-    """An operation in several parts, under way on the hierarchy's thread."""
-
-    def __init__(self, number: int, name: str, run: Callable[[], None]) -> None:
-        self.number = number
-        self.name = f"collective {number}, {name}"
-        self.run = run
-        self._ended = threading.Event()
-        self._error: Exception | None = None
-
-    @property
-    def done(self) -> bool:
-        """Has it ended, well or not?"""
-        return self._ended.is_set()
-
-    def wait(self) -> None:
-        """Wait for it, and raise what went wrong."""
-        while not self._ended.wait(0.1):  # in slices, so that Ctrl-C gets through
-            pass
-        if self._error is not None:
-            raise self._error
-
-    def end(self, error: Exception | None) -> None:
-        """Let those who wait go on."""
-        self._error = error
-        self._ended.set()
-
-
-class Hierarchy:
+class Hierarchy(Lane):
     """Collectives over the ranks of ``machines``; all of them run in order on one thread."""
 
     def __init__(
@@ -122,7 +76,6 @@ class Hierarchy:
     ) -> None:
         self._own = own
         self._machines = machines
-        self._memory = memory
         self._world = sum(map(len, machines))
         self._here = next(index for index, machine in enumerate(machines) if own in machine)
         self._is_leader = memory.rank == 0
@@ -130,19 +83,9 @@ class Hierarchy:
         if self._is_leader:
             leaders = PrefixStore("leaders/", store)
             self._leaders = ProcessGroupGloo(leaders, self._here, len(machines), timeout)
-        self._issued = self._ended = 0
-        self._board = Board(
-            PrefixStore("board/", store),
-            self._here,
-            is_leader=self._is_leader,
-        )
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._is_closed = False
-        self._stop: AbortedError | None = None
-        self._broken: Exception | None = None
-        self._thread = threading.Thread(target=self._work, name="gradsync-hosts", daemon=True)
-        self._thread.start()
+        super().__init__("gradsync-hosts", memory, machines[self._here])
+        notices = PrefixStore("board/", store)
+        self._board = Board(notices, self._here, self, is_leader=self._is_leader)
 
     @classmethod
     def build(
@@ -154,26 +97,39 @@ class Hierarchy:
         timeout: timedelta,
     ) -> "Hierarchy | None":
         """A hierarchy, if the ranks share memory on every machine."""
-        if own == next(machine for machine in machines if own in machine)[0]:
-            store.set(f"machine/{own.rank}", "" if memory is None else "shares")
-        if not all(fetch(store, [f"machine/{machine[0].rank}" for machine in machines])):
+        neighbours = next(machine for machine in machines if own in machine)
+        if own == neighbours[0]:
+            store.set(f"machine/{own.rank}", "alone" if memory is None else "shares")
+        keys = [f"machine/{machine[0].rank}" for machine in machines]
+        answers = fetch(store, keys, neighbours)
+        if any(answer not in (b"alone", b"shares") for answer in answers):
+            raise FaultError(
+                "What the store holds for a machine was not written by gradsync. Do all ranks run "
+                "the same version, and does nobody else use the store?"
+            )
+        if b"alone" in answers or memory is None:
             return None
-        assert memory is not None
         return cls(store, own, machines, memory, timeout)
 
     # ---------------------------------------------------------------- collectives
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, seconds: float, *, later: bool) -> Started:
         """Reduce ``tensor`` in place over all ranks of all machines."""
-        del later  # a thread does it in any case: the network is waited for
-        flat = tensor.detach().contiguous()
+        flat, finish = in_place(tensor)
+        work = flat
         if op is ReduceOp.AVG and flat.dtype is torch.float16:
-            flat = flat.float()  # the sum of a machine might be too large
-        chunks = _chunks(torch.view_as_real(flat) if flat.is_complex() else flat)
-        clock = Clock(seconds)
-        name = f"all_reduce({op.name.lower()}, {_shape(tensor)})"
-        task = self._start(name, lambda: self._all_reduce(chunks, op, clock))
-        return Started(task, (tensor, flat), _finish(tensor, flat))
+            work = flat.float()  # the sum of a machine might be too large
+        chunks = _chunks(work)
+        run = partial(self._all_reduce, chunks, op)
+        name = f"all_reduce({op.name.lower()}, {describe(tensor)})"
+
+        def bring_back() -> None:
+            if work is not flat:
+                flat.copy_(work)
+            if finish is not None:
+                finish()
+
+        return self._started(name, run, (tensor, work), seconds, later, bring_back)
 
     def _all_reduce(self, chunks: Sequence[Tensor], op: ReduceOp, clock: Clock) -> None:
         inside = ReduceOp.SUM if op is ReduceOp.AVG else op
@@ -181,19 +137,19 @@ class Hierarchy:
         for index in range(len(chunks) + 1):
             if index < len(chunks):
                 chunk = chunks[index]
-                self._memory.reduce(chunk, inside, 0, clock.left, later=False).handle.wait()
+                self.memory.reduce(chunk, inside, 0, clock.left, later=False).handle.wait()
                 if self._is_leader:
                     flows.append(self._reduce_between(chunk, op, clock))
             if index > 0:
                 chunk = chunks[index - 1]
                 if self._is_leader:
                     flow, copy = flows.pop(0)
-                    self._await(flow)
+                    self.await_flow(flow, needs_neighbours=True)
                     if op is ReduceOp.AVG:
                         rounding = None if copy.is_floating_point() else "trunc"
                         copy.div_(self._world, rounding_mode=rounding)
                     chunk.copy_(copy)
-                self._memory.broadcast(chunk, 0, clock.left, later=False).handle.wait()
+                self.memory.broadcast(chunk, 0, clock.left, later=False).handle.wait()
 
     def _reduce_between(
         self, chunk: Tensor, op: ReduceOp, clock: Clock
@@ -206,8 +162,7 @@ class Hierarchy:
 
     def broadcast(self, tensor: Tensor, root: int, seconds: float, *, later: bool) -> Started:
         """Overwrite ``tensor`` on all machines with that of rank ``root`` of the group."""
-        del later
-        flat = tensor.detach().contiguous()
+        flat, finish = in_place(tensor)
         chunks = _chunks(flat.view(-1).view(torch.uint8))
         source = next(
             index
@@ -215,29 +170,30 @@ class Hierarchy:
             if any(member.rank == root for member in machine)
         )
         at = [member.rank for member in self._machines[source]].index(root)
-        clock = Clock(seconds)
-        name = f"broadcast(root {root}, {_shape(tensor)})"
-        task = self._start(name, lambda: self._broadcast(chunks, source, at, clock))
-        return Started(task, (tensor, flat), _finish(tensor, flat))
+        run = partial(self._broadcast, chunks, source, at)
+        name = f"broadcast(root {root}, {describe(tensor)})"
+        return self._started(name, run, (tensor, flat), seconds, later, finish)
 
     def _broadcast(self, chunks: Sequence[Tensor], source: int, at: int, clock: Clock) -> None:
         flows: list[tuple[dist.Work, Tensor]] = []
+        is_source = self._here == source
         for index in range(len(chunks) + 1):
             if index < len(chunks):
                 chunk = chunks[index]
-                if self._here == source:
-                    self._memory.broadcast(chunk, at, clock.left, later=False).handle.wait()
+                if is_source:
+                    self.memory.broadcast(chunk, at, clock.left, later=False).handle.wait()
                 if self._is_leader:
                     flows.append(self._broadcast_between(chunk, source, clock))
             if index > 0:
                 chunk = chunks[index - 1]
                 if self._is_leader:
                     flow, copy = flows.pop(0)
-                    self._await(flow)
-                    if self._here != source:
+                    # The source's neighbours have what they need, and may be gone.
+                    self.await_flow(flow, needs_neighbours=not is_source)
+                    if not is_source:
                         chunk.copy_(copy)
-                if self._here != source:
-                    self._memory.broadcast(chunk, 0, clock.left, later=False).handle.wait()
+                if not is_source:
+                    self.memory.broadcast(chunk, 0, clock.left, later=False).handle.wait()
 
     def _broadcast_between(
         self, chunk: Tensor, source: int, clock: Clock
@@ -250,102 +206,151 @@ class Hierarchy:
 
     def barrier(self, seconds: float, *, later: bool) -> Started:
         """Wait until all ranks of all machines have come here."""
-        del later
+
+        def leave_together(clock: Clock) -> None:  # all have come, when the leaders have agreed
+            self.memory.barrier(clock.left, later=False).handle.wait()
+
+        return self._started("barrier", leave_together, None, seconds, later)
+
+    def collective(
+        self, name: str, call: Call, engines: Engines, kept: object, seconds: float, *, later: bool
+    ) -> Started:
+        """Run ``call`` with gloo between all ranks."""
+
+        def run(_clock: Clock) -> None:
+            self.through_gloo(call, engines)
+
+        return self._started(f"{name} through gloo", run, kept, seconds, later)
+
+    def _started(
+        self,
+        name: str,
+        run: Callable[[Clock], None],
+        kept: object,
+        seconds: float,
+        later: bool,
+        finish: Callable[[], object] | None = None,
+    ) -> Started:
         clock = Clock(seconds)
-        return Started(self._start("barrier", lambda: self._barrier(clock)), None)
 
-    def _barrier(self, clock: Clock) -> None:
-        self._memory.barrier(clock.left, later=False).handle.wait()
-        if self._is_leader:
-            options = BarrierOptions()
-            options.timeout = clock.timeout
-            self._await(self._leaders.barrier(options))
-        self._memory.barrier(clock.left, later=False).handle.wait()
+        def agree_and_run() -> None:
+            self._agree(name, clock)
+            run(clock)
 
-    def _await(self, flow: dist.Work) -> None:
-        """Wait for the network, and for news. [Note: flows]."""
-        while True:
-            with suppress(RuntimeError):  # of gloo's, or because the slice is over
-                flow.wait(SLICE)
-                return
-            if flow.is_completed():
-                flow.wait()  # raises what went wrong
-                return
-            if self._stop is not None:
-                raise self._stop
-            if self._board.notice is not None:
-                raise self._board.notice
+        return Started(self.start(name, lambda: agree_and_run), kept, finish, later)
 
-    # ---------------------------------------------------------------- the thread
+    def _agree(self, text: str, clock: Clock) -> None:
+        """[Note: words first]."""
+        self.memory.agree(text, clock.left, later=False).handle.wait()
+        if not self._is_leader:
+            return
+        words = f"{self._board.progress} {text}".encode()[: TEXT_BYTES - 1]
+        own = torch.frombuffer(bytearray(words.ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8)
+        all_words = [torch.empty_like(own) for _ in self._machines]
+        options = AllgatherOptions()
+        options.timeout = clock.timeout
+        self.await_flow(self._leaders.allgather([all_words], [own], options), needs_neighbours=True)
+        if not all(torch.equal(each, own) for each in all_words):
+            told = "; ".join(
+                f"{machine[0].label}: {_said(each)}"
+                for machine, each in zip(self._machines, all_words, strict=True)
+            )
+            raise CollectiveMismatchError(
+                f"collective {self._board.progress} is not the same on all machines: {told}."
+            )
 
-    def _start(self, name: str, run: Callable[[], None]) -> Task:
-        with self._lock:
-            self._issued += 1
-            task = Task(self._issued, name, run)
-            if self._is_closed:
-                task.end(AbortedError("The group has been closed."))
-            else:
-                self._tasks.put(task)
-        return task
+    # ---------------------------------------------------------------- what goes wrong
 
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            self._board.progress = task.number
-            error = self._broken or self._stop
-            if error is None:
-                try:
-                    task.run()
-                except Exception as problem:
-                    error = translate(problem)
-                    if not isinstance(error, CollectiveMismatchError):
-                        error = self._broken = self._explain(task, error)
-            self._ended = task.number  # first: who waits may close the group at once
-            task.end(error)
-            del task
+    def begin(self, task: Task) -> None:
+        """Tell other machines, if they ask, how far this one is."""
+        self._board.progress = task.number
+        super().begin(task)
+        if self._board.notice is not None:
+            raise self._board.notice
 
-    def _explain(self, task: Task, error: Exception) -> Exception:
+    def look(self, *, needs_neighbours: bool) -> None:
+        """Raise also what other machines have told."""
+        if self._board.notice is not None and self.stop is None:
+            raise self._board.notice
+        super().look(needs_neighbours=needs_neighbours)
+
+    def absent(self) -> list[int]:
+        """For the board: who of this machine has not come to what is under way."""
+        return self.memory.context.absent()
+
+    def look_after_neighbours(self) -> Told | None:
+        """For the board: has one ended while we compute? [Note: after] in board.py."""
+        number = self._board.progress
+        if self.ended < self.issued or self.ended < number or self.stop or self.broken:
+            return None
+        states = self.memory.context.states()
+        for member, (state, _) in zip(self.neighbours, states, strict=True):
+            if state is State.PRESENT and not is_alive(member) and self.ended == self.issued:
+                return lost(member, f"a collective after {number}", "")
+        return None
+
+    def drop_everything(self, notice: Told) -> None:
+        """For the board: others have given up. So must who waits here, be it for a neighbour."""
+        self.memory.context.fail(str(notice))
+        self.memory.context.abort()
+
+    def explain(self, task: Task, error: Exception) -> Exception:
         """What happened, as one rank has found out and told all others."""
-        if self._stop is not None:
-            error = self._stop
-        elif error is self._board.notice:
-            pass
-        elif isinstance(error, AbortedError) and "aborted the group" not in str(error):
-            self.abort()  # by another thread of ours
-        elif isinstance(error, DeadlineError) and not self._is_leader:
-            # Our leader is late, since it waits for another machine: it will know for which.
-            error = self._board.read(3 * GRACE_SECONDS) or error
-        elif isinstance(error, FaultError) and type(error) is not FaultError:
-            error.args = (f"{task.name}: {error}",)  # the native part has told of its part of it
-        elif isinstance(error, FaultError):  # a neighbour gave up, for a reason that it has posted
-            error = self._board.read() or error
-        else:
-            error = self._board.notice or self._roll_call(task, error)
-        self._memory.context.fail(str(error))  # so that nobody on this machine waits for us
-        if self._stop is None:
+        self.broken = error = self._reason(task, error)
+        self.memory.context.fail(str(error))  # so that nobody on this machine waits for us
+        if self.stop is None:
             self._board.post(error)
         return error
 
-    def _roll_call(self, task: Task, error: Exception) -> FaultError:
-        """The flow is cut, or has not come in time. Whose fault is it?"""
-        reason = str(error).splitlines()[0]
+    def _reason(self, task: Task, error: Exception) -> Told:
+        if self.stop is not None:
+            return self.stop
+        if self._board.notice is not None:
+            return self._board.notice
+        if isinstance(error, CollectiveMismatchError):
+            text = re.sub(r"^collective \d+", f"collective {task.number}", str(error))
+            return CollectiveMismatchError(f"{text} The group cannot be used any more.")
+        if isinstance(error, AbortedError) and "aborted the group" not in str(error):
+            self.abort()  # by another thread of ours
+            return error
+        if isinstance(error, DeadlineError) and not self._is_leader:
+            # Our leader is late, since it waits for another machine: it will know for which.
+            return self._board.read(3 * GRACE_SECONDS) or error
+        if isinstance(error, FaultError) and type(error) is not FaultError:
+            error.args = (f"{task.name}: {error}",)  # the native part has told of its part of it
+            return error
+        if isinstance(error, FaultError):  # a neighbour gave up, for a reason that it has posted
+            return self._board.read() or error
+        return self._roll_call(task, error)
+
+    def _roll_call(self, task: Task, error: Exception) -> Told:
+        """A flow is cut, or has not come in time. Whose fault is it?"""
+        reason = first_line(error)
+        ended = next((member for member in self.neighbours if not is_alive(member)), None)
+        if ended is not None:
+            return lost(ended, task.name, reason)
         answers = self._board.roll_call(len(self._machines))
         if self._board.notice is not None:
             return self._board.notice
-        absent = [index for index, number in answers.items() if number is None]
-        if "timed out" in reason.lower() or "timeout" in reason.lower():
-            behind = [index for index, number in answers.items() if (number or 0) < task.number]
-            late = [member for index in behind for member in self._machines[index]]
+        if is_late(reason):
+            late = [
+                member
+                for index, answer in answers.items()
+                for member in self._machines[index]
+                if answer is None or answer.number < task.number or member.rank in answer.absent
+            ]
             text = f"{task.name}: the deadline has passed (timeout in the network). Not arrived: "
             who = ", ".join(member.label for member in late) or "not known"
             return DeadlineError(f"{text}{who}.", ranks=[member.rank for member in late])
+        absent = [index for index, answer in answers.items() if answer is None]
         if absent:
-            lost = self._machines[absent[0]][0]
+            leader = self._machines[absent[0]][0]
             return PeerLostError(
-                f"{lost.label} does not answer any more, and its connection was closed while "
+                f"{leader.label} does not answer any more, and its connection was closed while "
                 f"{task.name}, waited for it: {reason}",
-                rank=lost.rank,
-                host=lost.host,
-                pid=lost.pid,
+                rank=leader.rank,
+                host=leader.host,
+                pid=leader.pid,
             )
         leaders = ", ".join(machine[0].label for machine in self._machines)
         unknown = f" No more is known, as the store fails: {self._board.trouble}."
@@ -358,20 +363,13 @@ class Hierarchy:
 
     def abort(self) -> None:
         """Make what is under way fail, here and on other machines."""
-        if self._stop is None:
-            self._stop = AbortedError("The group was aborted.")
+        if self.stop is None:
+            super().abort()
             self._board.post(AbortedError(f"{self._own.label} aborted the group."))
 
     def close(self) -> None:
         """End the thread. What is still under way fails."""
-        with self._lock:
-            self._is_closed = True
-            is_busy = self._ended < self._issued
-            self._tasks.put(None)
-        if is_busy and self._broken is None:
-            self._memory.context.abort()
-            self.abort()
-        self._thread.join()
+        super().close()
         self._board.close()
         if self._is_leader:
             leaders, self._leaders = {"gloo": self._leaders}, None
@@ -383,12 +381,7 @@ def _chunks(tensor: Tensor) -> list[Tensor]:
     return list(flat.split(max(1, CHUNK_BYTES // flat.element_size()))) if flat.numel() else [flat]
 
 
-def _finish(tensor: Tensor, flat: Tensor) -> Callable[[], object] | None:
-    """What brings the result to the user's tensor, where it is not there."""
-    if flat.data_ptr() == tensor.data_ptr() and flat.dtype == tensor.dtype:
-        return None
-    return lambda: tensor.detach().copy_(flat)
-
-
-def _shape(tensor: Tensor) -> str:
-    return f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
+def _said(words: Tensor) -> str:
+    """What another leader has sent, without the number in front."""
+    text = bytes(words.tolist()).rstrip(b"\0").decode(errors="replace")
+    return "".join(each for each in text if each.isprintable()).partition(" ")[2]

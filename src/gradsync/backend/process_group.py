@@ -132,7 +132,7 @@ class SharedMemoryGroup(GroupBase):
             return DoneWork([tensor])
         ways = self._memory or self._hierarchy
         if ways is None or op is None or not self._reduces(tensor, op):
-            return self._engine(tensor).allreduce([tensor], opts)
+            return self._by_engine("allreduce", [tensor], opts=opts)
         started = ways.all_reduce(tensor, op, self._seconds(opts), later=opts.asyncOp)
         return self._work("all_reduce", started, [tensor])
 
@@ -143,7 +143,7 @@ class SharedMemoryGroup(GroupBase):
         op = reduce_op(opts)
         ways = self._memory or self._hierarchy
         if ways is None or op is None or not all(self._reduces(tensor, op) for tensor in tensors):
-            return self._engine(tensors[0]).allreduce_coalesced(list(tensors), opts)
+            return self._by_engine("allreduce_coalesced", list(tensors), opts=opts)
         seconds = self._seconds(opts)
         started = [ways.all_reduce(each, op, seconds, later=opts.asyncOp) for each in tensors]
         return self._work("all_reduce", together(started), tensors)
@@ -153,7 +153,7 @@ class SharedMemoryGroup(GroupBase):
         tensor = only(tensors)
         op = reduce_op(opts)
         if self._memory is None or op is None or not self._reduces(tensor, op):
-            return self._engine(tensor).reduce([tensor], opts)
+            return self._by_engine("reduce", [tensor], opts=opts)
         started = self._memory.reduce(
             tensor, op, self._root(opts), self._seconds(opts), later=opts.asyncOp
         )
@@ -169,7 +169,7 @@ class SharedMemoryGroup(GroupBase):
         output, pieces = only(output_tensors), only(input_tensors)
         op = reduce_op(opts)
         if self._memory is None or op is None or not self._reduces(output, op):
-            return self._engine(output).reduce_scatter([output], [list(pieces)], opts)
+            return self._by_engine("reduce_scatter", [output], [list(pieces)], opts=opts)
         check_pieces("input", pieces, output, self._size)
         started = self._memory.reduce_scatter(
             output, each_to_read(pieces), op, self._seconds(opts), later=opts.asyncOp
@@ -183,8 +183,7 @@ class SharedMemoryGroup(GroupBase):
         check_whole("input", inputTensor, outputTensor, self._size)
         op = reduce_op(opts)
         if self._memory is None or op is None or not self._reduces(outputTensor, op):
-            engine = self._engine(outputTensor)
-            return engine._reduce_scatter_base(outputTensor, inputTensor, opts)
+            return self._by_engine("_reduce_scatter_base", outputTensor, inputTensor, opts=opts)
         pieces = parts_to_read(inputTensor, [outputTensor.nbytes] * self._size)
         started = self._memory.reduce_scatter(
             outputTensor, pieces, op, self._seconds(opts), later=opts.asyncOp
@@ -217,7 +216,7 @@ class SharedMemoryGroup(GroupBase):
         tensor = only(tensors)
         ways = self._memory or self._hierarchy
         if ways is None or not is_dense(tensor):
-            return self._engine(tensor).broadcast([tensor], opts)
+            return self._by_engine("broadcast", [tensor], opts=opts)
         started = ways.broadcast(tensor, self._root(opts), self._seconds(opts), later=opts.asyncOp)
         return self._work("broadcast", started, [tensor])
 
@@ -230,7 +229,7 @@ class SharedMemoryGroup(GroupBase):
         opts = opts or AllgatherOptions()
         outputs, tensor = only(output_tensors), only(input_tensors)
         if self._memory is None or not is_dense(tensor):
-            return self._engine(tensor).allgather([list(outputs)], [tensor], opts)
+            return self._by_engine("allgather", [list(outputs)], [tensor], opts=opts)
         check_pieces("output", outputs, tensor, self._size)
         places = each_to_fill(outputs)
         started = self._memory.all_gather(places, tensor, self._seconds(opts), later=opts.asyncOp)
@@ -242,7 +241,7 @@ class SharedMemoryGroup(GroupBase):
         opts = opts or AllgatherOptions()
         check_whole("output", output, input, self._size)
         if self._memory is None or not is_dense(input):
-            return self._engine(input)._allgather_base(output, input, opts)
+            return self._by_engine("_allgather_base", output, input, opts=opts)
         places = parts_to_fill(output, [input.nbytes] * self._size)
         started = self._memory.all_gather(places, input, self._seconds(opts), later=opts.asyncOp)
         return self._work("all_gather", started, [output], [input])
@@ -270,7 +269,7 @@ class SharedMemoryGroup(GroupBase):
         opts = opts or AllgatherOptions()
         if self._memory is None or not all(map(is_dense, input_list)):
             rows = [list(row) for row in output_lists]
-            return self._engine(input_list[0]).allgather_coalesced(rows, list(input_list), opts)
+            return self._by_engine("allgather_coalesced", rows, list(input_list), opts=opts)
         columns = list(zip(*output_lists, strict=True))
         seconds, started = self._seconds(opts), []
         for outputs, tensor in zip(columns, input_list, strict=True):
@@ -290,7 +289,7 @@ class SharedMemoryGroup(GroupBase):
         tensor = only(input_tensors)
         outputs: Sequence[Tensor] = ()
         if self._memory is None or not is_dense(tensor):
-            return self._engine(tensor).gather(list(output_tensors), [tensor], opts)
+            return self._by_engine("gather", list(output_tensors), [tensor], opts=opts)
         if self._rank == self._root(opts):
             outputs = only(output_tensors)
             check_pieces("output", outputs, tensor, self._size)
@@ -309,7 +308,7 @@ class SharedMemoryGroup(GroupBase):
         output = only(output_tensors)
         pieces: Sequence[Tensor] = ()
         if self._memory is None or not is_dense(output):
-            return self._engine(output).scatter([output], list(input_tensors), opts)
+            return self._by_engine("scatter", [output], list(input_tensors), opts=opts)
         if self._rank == self._root(opts):
             pieces = only(input_tensors)
             check_pieces("input", pieces, output, self._size)
@@ -328,7 +327,8 @@ class SharedMemoryGroup(GroupBase):
         check_exchange(output_tensors, input_tensors, self._size)
         first = output_tensors[0]
         if self._memory is None or not is_dense(first):
-            return self._engine(first).alltoall(list(output_tensors), list(input_tensors), opts)
+            inputs, outputs = list(input_tensors), list(output_tensors)
+            return self._by_engine("alltoall", outputs, inputs, opts=opts)
         started = self._memory.all_to_all(
             each_to_fill(output_tensors),
             each_to_read(input_tensors),
@@ -347,9 +347,8 @@ class SharedMemoryGroup(GroupBase):
     ) -> Work:
         opts = opts or AllToAllOptions()
         if self._memory is None or not is_dense(output):
-            return self._engine(output).alltoall_base(
-                output, input, list(output_split_sizes or ()), list(input_split_sizes or ()), opts
-            )
+            splits = list(output_split_sizes or ()), list(input_split_sizes or ())
+            return self._by_engine("alltoall_base", output, input, *splits, opts=opts)
         started = self._memory.all_to_all(
             parts_to_fill(output, split("output", output, output_split_sizes, self._size)),
             parts_to_read(input, split("input", input, input_split_sizes, self._size)),
@@ -364,7 +363,7 @@ class SharedMemoryGroup(GroupBase):
         opts = opts or BarrierOptions()
         ways = self._memory or self._hierarchy
         if ways is None:
-            return self._engines.gloo().barrier(opts)
+            return self._by_engine("barrier", opts=opts)
         return self._work("barrier", ways.barrier(self._seconds(opts), later=opts.asyncOp), [])
 
     def monitored_barrier(
@@ -373,6 +372,7 @@ class SharedMemoryGroup(GroupBase):
         """Wait for all ranks, and say which have not come, without breaking the group."""
         if timeout is None or timeout < timedelta(0):  # torch's default is below
             timeout = self._timeout
+        assert self._monitored_barrier is not None, "it is made with the group"
         self._monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
 
     # ---------------------------------------------------------------- point to point
@@ -380,7 +380,7 @@ class SharedMemoryGroup(GroupBase):
     def send(self, tensors: Sequence[Tensor] | Tensor, dstRank: int, tag: int = 0) -> Work:
         tensor = only(tensors)
         if self._memory is None or not self._takes_message(tensor):
-            return self._engine(tensor).send([tensor], dstRank, tag)
+            return self._message_by_engine("send", tensor, dstRank, tag)
         to = check_rank("receiver", dstRank, self._size)
         started = self._memory.send(tensor, to, tag, self._seconds())
         return self._work("send", started, [tensor])
@@ -388,7 +388,7 @@ class SharedMemoryGroup(GroupBase):
     def recv(self, tensors: Sequence[Tensor] | Tensor, srcRank: int, tag: int = 0) -> Work:
         tensor = only(tensors)
         if self._memory is None or not self._takes_message(tensor):
-            return self._engine(tensor).recv([tensor], srcRank, tag)
+            return self._message_by_engine("recv", tensor, srcRank, tag)
         source = check_rank("sender", srcRank, self._size)
         started = self._memory.recv(tensor, source, tag, self._seconds())
         return self._work("recv", started, [tensor])
@@ -396,7 +396,7 @@ class SharedMemoryGroup(GroupBase):
     def recv_anysource(self, tensors: Sequence[Tensor] | Tensor, tag: int = 0) -> Work:
         tensor = only(tensors)
         if self._memory is None or not self._takes_message(tensor):
-            return self._engine(tensor).recv_anysource([tensor], tag)
+            return self._message_by_engine("recv_anysource", tensor, None, tag)
         started = self._memory.recv(tensor, _native.ANY_SOURCE, tag, self._seconds())
         return self._work("recvAnySource", started, [tensor])
 

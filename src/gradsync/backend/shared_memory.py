@@ -297,6 +297,10 @@ class SharedMemory:
         )
         return Started(handle, None, None, later)
 
+    def agree(self, text: str, seconds: float, *, later: bool) -> Started:
+        """Wait until all ranks have come here, and see that all say ``text``."""
+        return Started(self.context.agree(text, seconds, later), None, None, later)
+
     def _move(
         self,
         kind: Kind,

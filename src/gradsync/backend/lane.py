@@ -1,0 +1,310 @@
+"""Operations that take several steps: in the order of their issue, on a thread of their own.
+
+[Note: flows]
+gloo cannot be told to give up a collective. Who waits for one does so in slices, and looks
+meanwhile whether it can still complete. One that is not waited for any more keeps what it works on.
+"""
+
+import queue
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from gradsync.backend._native import State
+from gradsync.backend.engines import Engines
+from gradsync.backend.members import Member, is_alive, is_stopped
+from gradsync.backend.shared_memory import SharedMemory
+from gradsync.backend.work import translate
+from gradsync.errors import (
+    AbortedError,
+    DeadlineError,
+    FaultError,
+    GradsyncError,
+    PeerLostError,
+)
+
+SLICE = timedelta(milliseconds=100)
+GRACE_SECONDS = 0.5  # for the end of a process to be seen, after that of its connections
+# Words of what gloo says if other ranks have to do with it.
+NETWORK = ("gloo/transport", "connection", "socket", "timed out", "timeout")
+
+
+Call = Callable[[Any], dist.Work]  # of an engine
+
+
+class Clock:
+    """How long an operation may still take. It begins when the operation is issued."""
+
+    def __init__(self, seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """In seconds, and never nothing: what looks once more finds what is already there."""
+        return max(self._deadline - time.monotonic(), 0.001)
+
+    @property
+    def timeout(self) -> timedelta:
+        """The same, for gloo."""
+        return timedelta(seconds=self.left)
+
+
+class Task:
+    """An operation under way on the thread of a lane."""
+
+    def __init__(self, number: int, name: str, run: Callable[[], None]) -> None:
+        self.number = number
+        self.name = f"collective {number}, {name}"
+        self.run = run
+        self._ended = threading.Event()
+        self._error: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        """Has it ended, well or not?"""
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        """Wait for it, and raise what went wrong."""
+        while not self._ended.wait(0.1):  # in slices, so that Ctrl-C gets through
+            pass
+        if self._error is not None:
+            raise self._error
+
+    def end(self, error: Exception | None) -> None:
+        """Let those who wait go on."""
+        self._error = error
+        self._ended.set()
+
+
+class Refused(Exception):
+    """gloo does not take its arguments, which are alike on all ranks: nothing else is wrong."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Lane:
+    """Runs tasks, one after the other, for ranks that share ``memory`` with ``neighbours``."""
+
+    def __init__(self, name: str, memory: SharedMemory, neighbours: Sequence[Member]) -> None:
+        self.memory = memory
+        self.neighbours = neighbours  # and ourselves
+        self.issued = self.ended = 0
+        self.broken: Exception | None = None  # why nothing works any more
+        self.stop: AbortedError | None = None
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def start(self, name: str, prepare: Callable[[], Callable[[], None]]) -> Task:
+        """Queue what ``prepare`` returns, which is called at once, in the order of the numbers."""
+        with self._lock:
+            self.issued += 1
+            if self._is_closed:
+                task = Task(self.issued, name, lambda: None)
+                task.end(AbortedError("The group has been closed."))
+                return task
+            run = prepare()
+            task = Task(self.number(), name, run)
+            self._tasks.put(task)
+        return task
+
+    def number(self) -> int:
+        """Of what was issued last."""
+        return self.issued
+
+    def through_gloo(self, call: Call, engines: Engines) -> None:
+        """Run ``call`` with gloo. All ranks have agreed on it."""
+        engine = engines.gloo(partial(self.look, needs_neighbours=True))
+        try:
+            self.await_flow(call(engine))
+        except (RuntimeError, ValueError, TypeError) as error:
+            if isinstance(error, GradsyncError) or is_of_network(str(error)):
+                raise
+            raise Refused(error) from error
+
+    def await_flow(self, flow: dist.Work, *, needs_neighbours: bool = False) -> None:
+        """Wait for the network, and for news. [Note: flows]."""
+        while True:
+            with suppress(RuntimeError):  # of gloo's, or because the slice is over
+                flow.wait(SLICE)
+                return
+            if flow.is_completed():
+                flow.wait()  # raises what went wrong
+                return
+            self.look(needs_neighbours=needs_neighbours)
+
+    def look(self, *, needs_neighbours: bool) -> None:
+        """Raise if what is under way can no longer complete."""
+        if self.stop is not None:
+            raise self.stop
+        gone = self.gone()
+        if gone is not None and not isinstance(gone, PeerLostError):  # who leaves may have done all
+            raise gone
+        if needs_neighbours:
+            for member in self.neighbours:
+                if not is_alive(member):
+                    raise lost(member, "the group", "")
+
+    def gone(self) -> FaultError | None:
+        """What a neighbour says who has given up, aborted or left the group."""
+        states = self.memory.context.states()
+        for member, (state, reason) in zip(self.neighbours, states, strict=True):
+            if state is State.FAILED and reason:
+                return FaultError(f"{member.label} gave up: {reason}")
+            if state is State.ABORTED:
+                return AbortedError(f"{member.label} aborted the group.")
+            if state is State.LEFT:
+                return lost(member, "the group", "", how="has left the group")
+        return None
+
+    @abstractmethod
+    def explain(self, task: Task, error: Exception) -> Exception:
+        """What to tell the user of a task that has failed; tells the other ranks."""
+
+    def begin(self, task: Task) -> None:
+        """The thread has come to ``task``; raise if it cannot even begin."""
+        if self.stop is not None:
+            raise self.stop
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            error = self.broken
+            if error is None:
+                try:
+                    self.begin(task)
+                    task.run()
+                except Refused as refused:
+                    error = refused.error
+                except Exception as problem:
+                    error = self.explain(task, translate(problem))
+            self.ended += 1  # first: who waits may close the group at once
+            task.end(error)
+            del task
+
+    def abort(self) -> None:
+        """Make what is under way fail."""
+        if self.stop is None:
+            self.stop = AbortedError("The group was aborted.")
+
+    def close(self) -> None:
+        """End the thread. What is still under way fails."""
+        with self._lock:
+            self._is_closed = True
+            is_busy = self.ended < self.issued
+            self._tasks.put(None)
+        if is_busy and self.broken is None:
+            self.memory.context.abort()
+            self.abort()
+        self._thread.join()
+
+
+class Flow:
+    """An operation of gloo's under way, that nothing is known of but what gloo says."""
+
+    def __init__(
+        self, name: str, work: Any, neighbours: Sequence[Member], other: Member | None = None
+    ) -> None:
+        self._name = name
+        self._work = work
+        self._neighbours = neighbours
+        self._other = other  # with whom, if it is a message
+        self._is_over = False
+
+    @classmethod
+    def begin(
+        cls,
+        name: str,
+        call: Callable[[], Any],
+        neighbours: Sequence[Member],
+        other: Member | None = None,
+    ) -> "Flow":
+        """Begin what ``call`` begins, and raise what users know if it fails already."""
+        try:
+            return cls(name, call(), neighbours, other)
+        except RuntimeError as error:
+            raise explained(name, error, neighbours, other) from error
+
+    @property
+    def done(self) -> bool:
+        """Would ``wait`` return at once? gloo does not say so of messages."""
+        return self._is_over or bool(self._work.is_completed())
+
+    @property
+    def source(self) -> int:
+        """Whose message was received."""
+        return int(self._work._source_rank())
+
+    def wait(self) -> None:
+        """Wait for it, and raise what went wrong."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise explained(self._name, error, self._neighbours, self._other) from error
+        finally:
+            self._is_over = True
+
+
+def explained(
+    name: str, error: Exception, neighbours: Sequence[Member], other: Member | None = None
+) -> Exception:
+    """What gloo has said, as users know it. What has nothing to do with others stays as it is."""
+    reason = first_line(error)
+    if not is_of_network(reason):
+        return error
+    patience = time.monotonic() + GRACE_SECONDS
+    while True:
+        for member in neighbours:
+            if not is_alive(member):
+                return lost(member, name, reason)
+        if is_late(reason) or time.monotonic() > patience:
+            break
+        time.sleep(0.02)
+    stopped = [member for member in neighbours if is_stopped(member)]
+    if is_late(reason) or stopped:  # who gives up first closes its connections to the others
+        who = "".join(f" {member.label} is stopped." for member in stopped)
+        return DeadlineError(
+            f"{name}: the deadline has passed, in the network: {reason}.{who}",
+            ranks=[member.rank for member in stopped],
+        )
+    if other is not None:
+        return lost(other, name, reason, how="has closed its connection")
+    return FaultError(f"{name} failed in the network: {reason}")
+
+
+def lost(member: Member, name: str, reason: str, *, how: str = "has ended") -> PeerLostError:
+    """The error that names ``member``."""
+    end = f": {reason}" if reason else "."
+    return PeerLostError(
+        f"{member.label} {how} while {name}, waited for it{end}",
+        rank=member.rank,
+        host=member.host,
+        pid=member.pid,
+    )
+
+
+def first_line(error: Exception) -> str:
+    """What it says, without a trace."""
+    return (str(error).splitlines() or [repr(error)])[0]
+
+
+def is_of_network(reason: str) -> bool:
+    """Is it about other ranks, and not about arguments?"""
+    lower = reason.lower()
+    return any(word in lower for word in NETWORK)
+
+
+def is_late(reason: str) -> bool:
+    """Is it about time?"""
+    return "timed out" in reason.lower() or "timeout" in reason.lower()
