@@ -194,13 +194,7 @@ OpHandle collective(const std::shared_ptr<Context>& context, int kind, int dtype
 // Meets all ranks at what will go another way, which they have to describe in the same words.
 OpHandle agree(const std::shared_ptr<Context>& context, const std::string& text, double seconds,
                bool in_background) {
-  auto request = std::make_shared<Op>();
-  request->announcement.kind = Kind::kElsewhere;
-  request->announcement.count = kTextBytes;
-  request->text = text.substr(0, kTextBytes - 1);
-  request->text.resize(kTextBytes);
-  request->sources = {reinterpret_cast<const std::byte*>(request->text.data())};
-  request->deadline = after(seconds);
+  const std::shared_ptr<Op> request = make_agreement(text, after(seconds));
   context->issue(request, in_background);
   return {context, request};
 }

@@ -36,6 +36,17 @@ bool take_piece(std::atomic<std::uint64_t>& taken, std::uint64_t sequence, std::
 
 }  // namespace
 
+std::shared_ptr<Op> make_agreement(const std::string& text, Deadline deadline) {
+  auto op = std::make_shared<Op>();
+  op->announcement.kind = Kind::kElsewhere;
+  op->announcement.count = kTextBytes;
+  op->text = text.substr(0, kTextBytes - 1);
+  op->text.resize(kTextBytes);
+  op->sources = {reinterpret_cast<const std::byte*>(op->text.data())};
+  op->deadline = deadline;
+  return op;
+}
+
 bool Collectives::is_small(const Op& op) const {
   const std::size_t pieces =
       gives_pieces(op.announcement.kind) ? static_cast<std::size_t>(members_.world()) : 1;

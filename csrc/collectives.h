@@ -40,6 +40,9 @@ struct Op {
   std::exception_ptr error;
 };
 
+// One that moves nothing: ranks meet, and all have to say the same `text`, of less than kTextBytes.
+std::shared_ptr<Op> make_agreement(const std::string& text, Deadline deadline);
+
 // What has been moved, and how.
 struct Counters {
   std::atomic<std::uint64_t> symmetric{0};  // reductions in place

@@ -337,4 +337,24 @@ TEST(chunks_and_shares_cover_a_tensor_once) {
   }
 }
 
+TEST(ranks_agree_if_they_say_the_same_and_are_shown_what_each_says_if_not) {
+  Ranks ranks(3);
+  ranks.run([&](int rank, Context& context) {
+    for (int round = 0; round < 5; ++round) {
+      run_now(context, make_agreement("the same " + std::to_string(round), in(60)));
+      const std::string own = rank == 1 ? "this" : "that";
+      const std::string text = CHECK_THROWS(MismatchError, run_now(context, make_agreement(own, in(60))));
+      CHECK(check::contains(text, "rank 0: that; rank 1: this; rank 2: that."));
+      std::vector<float> data(5, 1.0f);
+      const OpPtr op = rank == 2 ? make_agreement("words", in(60)) : all_reduce(data);
+      const std::string both = CHECK_THROWS(MismatchError, run_now(context, op));
+      CHECK(check::contains(both, "rank 1: all_reduce(sum, 5 x float32); rank 2: words."));
+      run_now(context, all_reduce(data));
+      CHECK_EQUAL(data[4], 3.0f);
+    }
+    const std::string longest(1000, 'x');
+    run_now(context, make_agreement(longest + std::to_string(rank), in(60)));  // what is cut is not compared
+  });
+}
+
 }  // namespace

@@ -185,6 +185,34 @@ TEST(abort_wakes_everybody) {
   }
 }
 
+TEST(who_fails_for_somebody_elsewhere_ends_the_wait_of_all_though_it_has_come) {
+  Ranks ranks(3);
+  std::thread failing([&] {
+    std::this_thread::sleep_for(20ms);
+    ranks.at(0).members().fail("rank 9 has ended", kOutsider);
+  });
+  ranks.run([&](int rank, Context& context) {
+    if (rank == 2) return;  // never comes
+    if (rank == 0) return context.issue(barrier(), false);  // has come
+    const std::string text = CHECK_THROWS(BrokenError, run_now(context, barrier(30)));
+    CHECK(check::contains(text, "rank 0 gave up: rank 9 has ended"));
+  });
+  failing.join();
+  CHECK(ranks.at(1).members().state(0).first == State::kFailed);
+  CHECK(ranks.at(1).members().state(0).second == "rank 9 has ended");
+  CHECK(ranks.at(1).members().state(2).first == State::kPresent);
+}
+
+TEST(who_has_not_come_to_the_last_collective_is_absent) {
+  Ranks ranks(3);
+  CHECK(ranks.at(0).members().absent().empty());
+  ranks.at(0).issue(barrier(), false);
+  CHECK((ranks.at(0).members().absent() == std::vector<int>{1, 2}));
+  ranks.at(2).issue(barrier(), false);
+  CHECK((ranks.at(0).members().absent() == std::vector<int>{1}));
+  CHECK(ranks.at(1).members().absent().empty());
+}
+
 TEST(closing_ends_what_is_pending_and_what_comes_later) {
   for (const bool in_background : {true, false}) {
     Ranks ranks(2);
