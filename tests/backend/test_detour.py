@@ -290,3 +290,27 @@ def test_without_shared_memory_a_killed_rank_is_named_too(nursery: Nursery) -> N
 
     survivor, victim = nursery.run(run, prepare=prepare)
     assert survivor.unwrap() - victim.ended < SECONDS
+
+
+@pytest.mark.parametrize("how", ["abort", "destroy"])
+def test_without_shared_memory_a_wait_ends_with_its_group_too(nursery: Nursery, how: str) -> None:
+    def prepare(rank: int) -> None:
+        seccomp.forbid("memfd_create", errno.EPERM)
+
+    def run(rank: int, world: int) -> None:
+        group = dist.new_group(backend="gradsync")
+        store = dist.distributed_c10d._get_default_store()
+        dist.barrier()
+        if rank == 1:
+            store.wait(["ended"], timedelta(seconds=30))
+            return
+        work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        began = time.monotonic()
+        once_waiting(group.abort if how == "abort" else group.shutdown)
+        with pytest.raises(AbortedError):
+            work.wait()
+        assert time.monotonic() - began < SECONDS
+        store.set("ended", "")
+
+    for ending in nursery.run(run, prepare=prepare):
+        ending.unwrap()

@@ -8,7 +8,8 @@ mix up messages or end the process, and who does not come is known by name.
 from collections.abc import Callable
 
 from gradsync.backend.engines import Engines
-from gradsync.backend.lane import Call, Lane, Task, explained
+from gradsync.backend.flows import explained
+from gradsync.backend.lane import Call, Lane, Task
 from gradsync.backend.shared_memory import Started
 from gradsync.errors import CollectiveMismatchError, FaultError
 

@@ -21,13 +21,13 @@ from gradsync.backend.calls import CALLS, describe, in_words, tensors_in
 from gradsync.backend.detour import Detour
 from gradsync.backend.dynamo import leave_alone
 from gradsync.backend.engines import CPU, Engines, configured, engine_for
+from gradsync.backend.flows import Flow, explained
 from gradsync.backend.hierarchy import Hierarchy
-from gradsync.backend.lane import Flow, explained
 from gradsync.backend.members import by_machine, check_alive, exchange, myself
 from gradsync.backend.monitored_barrier import MonitoredBarrier
 from gradsync.backend.shared_memory import Reduction, SharedMemory, Started
 from gradsync.backend.work import DoneWork, Notifier, Record, SharedMemoryWork
-from gradsync.errors import FaultError
+from gradsync.errors import AbortedError, FaultError
 
 Work = Any  # ours, or gloo's
 Pending = SharedMemoryWork | Reduction | Started
@@ -52,7 +52,7 @@ class GroupBase(dist.ProcessGroup):
         self._size = size
         self._timeout = timeout
         self.timeout_seconds = timeout.total_seconds()  # the same, for what has to be quick
-        self._closed = False
+        self._closed = self._is_aborted = False
         self._group_name = ""
         self._group_desc = "undefined"
         self.options = SimpleNamespace(_timeout=timeout)  # torch writes more there
@@ -176,7 +176,11 @@ class GroupBase(dist.ProcessGroup):
     # ---------------------------------------------------------------- the end
 
     def abort(self) -> None:
-        """Make what is under way fail, here and on the other ranks. Nothing works afterwards."""
+        """Make what is under way fail, here and on the other ranks. Nothing works afterwards.
+
+        Messages through gloo cannot be told, and wait for their deadline.
+        """
+        self._is_aborted = True
         if self._context is not None:
             self._context.abort()
         if self._monitored_barrier is not None:
@@ -231,7 +235,8 @@ class GroupBase(dist.ProcessGroup):
         ways = self._hierarchy or self._detour()
         if ways is None:
             begin = partial(call, self._engines.gloo())
-            flow = Flow.begin(f"{name} through gloo", begin, self._local)
+            words = f"{name} through gloo"
+            flow = Flow.begin(words, begin, self._local, look=self._check_not_ended)
             started = Started(flow, tensors, None, opts.asyncOp)
         else:
             seconds = self._seconds(opts)
@@ -239,6 +244,10 @@ class GroupBase(dist.ProcessGroup):
                 name, call, self._engines, tensors, seconds, later=opts.asyncOp
             )
         return self._work(CALLS[method][0], started, list(tensors_in(arguments[:1])), tensors)
+
+    def _check_not_ended(self) -> None:
+        if self._is_aborted or self._closed:
+            raise AbortedError("The group was aborted.")
 
     def _message_by_engine(self, method: str, tensor: Tensor, other: int | None, tag: int) -> Work:
         """A message that has no way of ours."""
@@ -248,7 +257,8 @@ class GroupBase(dist.ProcessGroup):
         if not tensor.is_cpu:
             return begin()
         whom = None if other is None else self.members[other]
-        flow = Flow.begin(f"{method}({describe(tensor)}) through gloo", begin, self._local, whom)
+        words = f"{method}({describe(tensor)}) through gloo"
+        flow = Flow.begin(words, begin, self._local, other=whom)
         return self._work(method, Started(flow, tensor), [tensor])
 
     def _detour(self) -> Detour | None:

@@ -10,7 +10,7 @@ Before anything else the ranks of a machine, and then the leaders, tell each oth
 they are about to do: gloo does not compare, and mixes up messages or ends the process. It costs the
 leaders one exchange of 128 bytes.
 
-[Note: flows] in lane.py is why the leaders' flows have memory of their own, and never the user's.
+[Note: flows] in flows.py is why the leaders' flows have memory of their own, and never the user's.
 """
 
 import re
@@ -35,7 +35,8 @@ from gradsync.backend._native import ReduceOp, State
 from gradsync.backend.board import GRACE_SECONDS, Board
 from gradsync.backend.calls import describe
 from gradsync.backend.engines import Engines, let_go
-from gradsync.backend.lane import Call, Clock, Lane, Task, first_line, is_late, lost
+from gradsync.backend.flows import first_line, is_late, lost
+from gradsync.backend.lane import Call, Clock, Lane, Task
 from gradsync.backend.members import Member, fetch, is_alive
 from gradsync.backend.notices import Told
 from gradsync.backend.places import in_place

@@ -1,16 +1,10 @@
-"""Operations that take several steps: in the order of their issue, on a thread of their own.
-
-[Note: flows]
-gloo cannot be told to give up a collective. Who waits for one does so in slices, and looks
-meanwhile whether it can still complete. One that is not waited for any more keeps what it works on.
-"""
+"""Operations that take several steps: in the order of their issue, on a thread of their own."""
 
 import queue
 import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,22 +13,16 @@ import torch.distributed as dist
 
 from gradsync.backend._native import State
 from gradsync.backend.engines import Engines
-from gradsync.backend.members import Member, is_alive, is_stopped
+from gradsync.backend.flows import await_flow, is_of_network, lost
+from gradsync.backend.members import Member, is_alive
 from gradsync.backend.shared_memory import SharedMemory
 from gradsync.backend.work import translate
 from gradsync.errors import (
     AbortedError,
-    DeadlineError,
     FaultError,
     GradsyncError,
     PeerLostError,
 )
-
-SLICE = timedelta(milliseconds=100)
-GRACE_SECONDS = 0.5  # for the end of a process to be seen, after that of its connections
-# Words of what gloo says if other ranks have to do with it.
-NETWORK = ("gloo/transport", "connection", "socket", "timed out", "timeout")
-
 
 Call = Callable[[Any], dist.Work]  # of an engine
 
@@ -135,15 +123,8 @@ class Lane:
             raise Refused(error) from error
 
     def await_flow(self, flow: dist.Work, *, needs_neighbours: bool = False) -> None:
-        """Wait for the network, and for news. [Note: flows]."""
-        while True:
-            with suppress(RuntimeError):  # of gloo's, or because the slice is over
-                flow.wait(SLICE)
-                return
-            if flow.is_completed():
-                flow.wait()  # raises what went wrong
-                return
-            self.look(needs_neighbours=needs_neighbours)
+        """Wait for the network, and for news."""
+        await_flow(flow, partial(self.look, needs_neighbours=needs_neighbours))
 
     def look(self, *, needs_neighbours: bool) -> None:
         """Raise if what is under way can no longer complete."""
@@ -208,103 +189,3 @@ class Lane:
             self.memory.context.abort()
             self.abort()
         self._thread.join()
-
-
-class Flow:
-    """An operation of gloo's under way, that nothing is known of but what gloo says."""
-
-    def __init__(
-        self, name: str, work: Any, neighbours: Sequence[Member], other: Member | None = None
-    ) -> None:
-        self._name = name
-        self._work = work
-        self._neighbours = neighbours
-        self._other = other  # with whom, if it is a message
-        self._is_over = False
-
-    @classmethod
-    def begin(
-        cls,
-        name: str,
-        call: Callable[[], Any],
-        neighbours: Sequence[Member],
-        other: Member | None = None,
-    ) -> "Flow":
-        """Begin what ``call`` begins, and raise what users know if it fails already."""
-        try:
-            return cls(name, call(), neighbours, other)
-        except RuntimeError as error:
-            raise explained(name, error, neighbours, other) from error
-
-    @property
-    def done(self) -> bool:
-        """Would ``wait`` return at once? gloo does not say so of messages."""
-        return self._is_over or bool(self._work.is_completed())
-
-    @property
-    def source(self) -> int:
-        """Whose message was received."""
-        return int(self._work._source_rank())
-
-    def wait(self) -> None:
-        """Wait for it, and raise what went wrong."""
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise explained(self._name, error, self._neighbours, self._other) from error
-        finally:
-            self._is_over = True
-
-
-def explained(
-    name: str, error: Exception, neighbours: Sequence[Member], other: Member | None = None
-) -> Exception:
-    """What gloo has said, as users know it. What has nothing to do with others stays as it is."""
-    reason = first_line(error)
-    if not is_of_network(reason):
-        return error
-    patience = time.monotonic() + GRACE_SECONDS
-    while True:
-        for member in neighbours:
-            if not is_alive(member):
-                return lost(member, name, reason)
-        if is_late(reason) or time.monotonic() > patience:
-            break
-        time.sleep(0.02)
-    stopped = [member for member in neighbours if is_stopped(member)]
-    if is_late(reason) or stopped:  # who gives up first closes its connections to the others
-        who = "".join(f" {member.label} is stopped." for member in stopped)
-        return DeadlineError(
-            f"{name}: the deadline has passed, in the network: {reason}.{who}",
-            ranks=[member.rank for member in stopped],
-        )
-    if other is not None:
-        return lost(other, name, reason, how="has closed its connection")
-    return FaultError(f"{name} failed in the network: {reason}")
-
-
-def lost(member: Member, name: str, reason: str, *, how: str = "has ended") -> PeerLostError:
-    """The error that names ``member``."""
-    end = f": {reason}" if reason else "."
-    return PeerLostError(
-        f"{member.label} {how} while {name}, waited for it{end}",
-        rank=member.rank,
-        host=member.host,
-        pid=member.pid,
-    )
-
-
-def first_line(error: Exception) -> str:
-    """What it says, without a trace."""
-    return (str(error).splitlines() or [repr(error)])[0]
-
-
-def is_of_network(reason: str) -> bool:
-    """Is it about other ranks, and not about arguments?"""
-    lower = reason.lower()
-    return any(word in lower for word in NETWORK)
-
-
-def is_late(reason: str) -> bool:
-    """Is it about time?"""
-    return "timed out" in reason.lower() or "timeout" in reason.lower()

@@ -1,0 +1,152 @@
+"""Operations of gloo's under way: how they are waited for, and what their errors mean.
+
+[Note: flows]
+gloo cannot be told to give up a collective. Who waits for one does so in slices, and looks
+meanwhile whether it can still complete. One that is not waited for any more keeps what it works on.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from gradsync.backend.members import Member, is_alive, is_stopped
+from gradsync.errors import DeadlineError, FaultError, GradsyncError, PeerLostError
+
+SLICE = timedelta(milliseconds=100)
+GRACE_SECONDS = 0.5  # for the end of a process to be seen, after that of its connections
+# Words of what gloo says if other ranks have to do with it.
+NETWORK = ("gloo/transport", "connection", "socket", "timed out", "timeout")
+
+
+def await_flow(flow: dist.Work, look: Callable[[], None]) -> None:
+    """Wait for a collective of gloo's; ``look`` is called meanwhile, and may raise."""
+    while True:
+        with suppress(RuntimeError):  # of gloo's, or because the slice is over
+            flow.wait(SLICE)
+            return
+        if flow.is_completed():
+            flow.wait()  # raises what went wrong
+            return
+        look()
+
+
+class Flow:
+    """An operation of gloo's under way, that nothing is known of but what gloo says.
+
+    ``other`` is with whom, if it is a message. ``look`` raises if it is not to be waited for any
+    more; messages have none, since gloo ends all of a group if one is waited for in slices.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        work: Any,
+        neighbours: Sequence[Member],
+        *,
+        other: Member | None = None,
+        look: Callable[[], None] | None = None,
+    ) -> None:
+        self._name = name
+        self._work = work
+        self._neighbours = neighbours
+        self._other = other
+        self._look = look
+        self._is_over = False
+
+    @classmethod
+    def begin(
+        cls,
+        name: str,
+        call: Callable[[], Any],
+        neighbours: Sequence[Member],
+        *,
+        other: Member | None = None,
+        look: Callable[[], None] | None = None,
+    ) -> "Flow":
+        """Begin what ``call`` begins, and raise what users know if it fails already."""
+        try:
+            return cls(name, call(), neighbours, other=other, look=look)
+        except RuntimeError as error:
+            raise explained(name, error, neighbours, other) from error
+
+    @property
+    def done(self) -> bool:
+        """Would ``wait`` return at once? gloo does not say so of messages."""
+        return self._is_over or bool(self._work.is_completed())
+
+    @property
+    def source(self) -> int:
+        """Whose message was received."""
+        return int(self._work._source_rank())
+
+    def wait(self) -> None:
+        """Wait for it, and raise what went wrong."""
+        try:
+            if self._look is None:
+                self._work.wait()
+            else:
+                await_flow(self._work, self._look)
+        except GradsyncError:
+            raise
+        except RuntimeError as error:
+            raise explained(self._name, error, self._neighbours, self._other) from error
+        finally:
+            self._is_over = True
+
+
+def explained(
+    name: str, error: Exception, neighbours: Sequence[Member], other: Member | None = None
+) -> Exception:
+    """What gloo has said, as users know it. What has nothing to do with others stays as it is."""
+    reason = first_line(error)
+    if not is_of_network(reason):
+        return error
+    patience = time.monotonic() + GRACE_SECONDS
+    while True:
+        for member in neighbours:
+            if not is_alive(member):
+                return lost(member, name, reason)
+        if is_late(reason) or time.monotonic() > patience:
+            break
+        time.sleep(0.02)
+    stopped = [member for member in neighbours if is_stopped(member)]
+    if is_late(reason) or stopped:  # who gives up first closes its connections to the others
+        who = "".join(f" {member.label} is stopped." for member in stopped)
+        return DeadlineError(
+            f"{name}: the deadline has passed, in the network: {reason}.{who}",
+            ranks=[member.rank for member in stopped],
+        )
+    if other is not None:
+        return lost(other, name, reason, how="has closed its connection")
+    return FaultError(f"{name} failed in the network: {reason}")
+
+
+def lost(member: Member, name: str, reason: str, *, how: str = "has ended") -> PeerLostError:
+    """The error that names ``member``."""
+    end = f": {reason}" if reason else "."
+    return PeerLostError(
+        f"{member.label} {how} while {name}, waited for it{end}",
+        rank=member.rank,
+        host=member.host,
+        pid=member.pid,
+    )
+
+
+def first_line(error: Exception) -> str:
+    """What it says, without a trace."""
+    return (str(error).splitlines() or [repr(error)])[0]
+
+
+def is_of_network(reason: str) -> bool:
+    """Is it about other ranks, and not about arguments?"""
+    lower = reason.lower()
+    return any(word in lower for word in NETWORK)
+
+
+def is_late(reason: str) -> bool:
+    """Is it about time?"""
+    return "timed out" in reason.lower() or "timeout" in reason.lower()
