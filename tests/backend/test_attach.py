@@ -350,10 +350,6 @@ def test_a_store_without_an_answer_is_waited_for_no_longer_than_it_says() -> Non
 
 # ---------------------------------------------------------------- no memory to share
 
-needs_seccomp = pytest.mark.skipif(
-    not seccomp.is_supported(), reason="the numbers of system calls are not known here"
-)
-
 
 def fall_back(rank: int, world: int, reason: str) -> None:
     group = dist.group.WORLD
@@ -376,7 +372,7 @@ def fall_back(rank: int, world: int, reason: str) -> None:
     dist.destroy_process_group(again)
 
 
-@needs_seccomp
+@seccomp.needed
 @pytest.mark.parametrize(
     ("call", "where"),
     [
@@ -412,7 +408,7 @@ def test_ranks_whose_files_are_limited_use_gloo(nursery: Nursery, limit: str) ->
         ending.unwrap()
 
 
-@needs_seccomp
+@seccomp.needed
 def test_symmetric_memory_that_is_not_to_be_had_is_an_error_and_the_group_lives(
     nursery: Nursery,
 ) -> None:

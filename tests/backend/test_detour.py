@@ -265,6 +265,7 @@ def test_what_waits_for_gloo_ends_with_its_group(nursery: Nursery, how: str) -> 
         ending.unwrap()
 
 
+@seccomp.needed
 def test_without_shared_memory_a_killed_rank_is_named_too(nursery: Nursery) -> None:
     def prepare(rank: int) -> None:
         seccomp.forbid("memfd_create", errno.EPERM)
@@ -292,6 +293,7 @@ def test_without_shared_memory_a_killed_rank_is_named_too(nursery: Nursery) -> N
     assert survivor.unwrap() - victim.ended < SECONDS
 
 
+@seccomp.needed
 @pytest.mark.parametrize("how", ["abort", "destroy"])
 def test_without_shared_memory_a_wait_ends_with_its_group_too(nursery: Nursery, how: str) -> None:
     def prepare(rank: int) -> None:
