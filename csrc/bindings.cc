@@ -349,6 +349,7 @@ PYBIND11_MODULE(_native, module) {
 
   py::class_<OpHandle> op(module, "Op");
   bind_handle<Op>(op);
+  op.def_property_readonly("number", [](const OpHandle& self) { return self.thing->announcement.sequence; });
   py::class_<MessageHandle> sent(module, "Message");
   bind_handle<Message>(sent);
   sent.def_property_readonly("source", [](const MessageHandle& self) { return self.thing->source; });
@@ -424,9 +425,10 @@ PYBIND11_MODULE(_native, module) {
       })
       .def("leave_to_background", &Context::leave_to_background)
       .def("close_descriptor", [](Context& self) { self.members().close_descriptor(); })
-      .def("fail", [](Context& self, const std::string& reason) { self.members().fail(reason, kOutsider); },
-           py::arg("reason"))
-      .def("absent", [](Context& self) { return self.members().absent(); })
+      .def("fail", [](Context& self, const std::string& reason, std::optional<int> blames) {
+        self.members().fail(reason, blames.value_or(kOutsider));
+      }, py::arg("reason"), py::arg("blames") = std::nullopt)
+      .def("positions", [](Context& self) { return self.members().positions(); })
       .def("states", [](Context& self) {
         std::vector<std::pair<State, std::string>> states;
         for (int rank = 0; rank < self.members().world(); ++rank) states.push_back(self.members().state(rank));

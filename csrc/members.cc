@@ -153,8 +153,8 @@ void Members::await(Tally& tally, std::uint32_t count, const HasCome& has_come, 
 
 std::pair<State, std::string> Members::state(int peer) const {
   const State state = line(peer).state.load(std::memory_order_acquire);
-  const bool is_for_all = state == State::kFailed && line(peer).blames.load() == kOutsider;
-  return {state, is_for_all ? reason(peer) : ""};
+  const bool blames_somebody = state == State::kFailed && line(peer).blames.load() != kNobody;
+  return {state, blames_somebody ? reason(peer) : ""};
 }
 
 std::string Members::reason(int peer) const {
@@ -162,14 +162,12 @@ std::string Members::reason(int peer) const {
   return std::string(other.reason, ::strnlen(other.reason, sizeof other.reason));
 }
 
-std::vector<int> Members::absent() const {
-  const std::uint64_t own = line(rank_).last.load(std::memory_order_relaxed);
-  std::vector<int> ranks;
+std::vector<std::uint64_t> Members::positions() const {
+  std::vector<std::uint64_t> positions;
   for (int peer = 0; peer < world(); ++peer) {
-    const bool has_come = line(peer).last.load(std::memory_order_relaxed) >= own;
-    if (!has_come) ranks.push_back(peers_[static_cast<std::size_t>(peer)].rank);
+    positions.push_back(line(peer).last.load(std::memory_order_relaxed));
   }
-  return ranks;
+  return positions;
 }
 
 bool Members::is_gone(int peer) const {
@@ -261,7 +259,8 @@ void Members::leave() { set_state(State::kLeft); }
 void Members::fail(const std::string& reason, int blames) {
   Line& own = line(rank_);
   if (own.state.load(std::memory_order_relaxed) != State::kPresent) return;
-  const std::size_t length = std::min(reason.size(), sizeof own.reason - 1);
+  std::size_t length = std::min(reason.size(), sizeof own.reason - 1);
+  while (length < reason.size() && length > 0 && (reason[length] & 0xc0) == 0x80) --length;  // whole characters
   std::memcpy(own.reason, reason.data(), length);
   own.reason[length] = '\0';
   own.blames.store(blames, std::memory_order_relaxed);

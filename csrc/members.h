@@ -73,10 +73,10 @@ class Members {
   bool aborted() const { return aborted_.load(std::memory_order_relaxed); }
 
   bool is_gone(int peer) const;
-  // What a rank says of itself, and why if it has given up for all of us.
+  // What a rank says of itself, and why if it has given up since somebody is gone.
   std::pair<State, std::string> state(int peer) const;
-  // Who has not come to the last collective that this rank has announced, by its rank in the whole group.
-  std::vector<int> absent() const;
+  // The number of the last collective that each rank has announced.
+  std::vector<std::uint64_t> positions() const;
   // Throws if `peer` cannot be expected to go on.
   void check(int peer, const Errand& errand) const;
   // False if all is done, else throws if any peer says that it has given up or left.

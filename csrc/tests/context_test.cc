@@ -203,14 +203,19 @@ TEST(who_fails_for_somebody_elsewhere_ends_the_wait_of_all_though_it_has_come) {
   CHECK(ranks.at(1).members().state(2).first == State::kPresent);
 }
 
-TEST(who_has_not_come_to_the_last_collective_is_absent) {
+TEST(every_rank_sees_how_far_the_others_are) {
   Ranks ranks(3);
-  CHECK(ranks.at(0).members().absent().empty());
   ranks.at(0).issue(barrier(), false);
-  CHECK((ranks.at(0).members().absent() == std::vector<int>{1, 2}));
   ranks.at(2).issue(barrier(), false);
-  CHECK((ranks.at(0).members().absent() == std::vector<int>{1}));
-  CHECK(ranks.at(1).members().absent().empty());
+  CHECK((ranks.at(1).members().positions() == std::vector<std::uint64_t>{1, 0, 1}));
+}
+
+TEST(a_reason_that_is_too_long_is_cut_between_characters) {
+  Ranks ranks(2);
+  std::string reason(478, 'x');
+  reason += "\xc3\xa9";  // of two bytes, for which there is one
+  ranks.at(0).members().fail(reason, kOutsider);
+  CHECK(ranks.at(1).members().state(0).second == std::string(478, 'x'));
 }
 
 TEST(closing_ends_what_is_pending_and_what_comes_later) {

@@ -26,6 +26,7 @@ from gradsync import (
     FaultError,
     PeerLostError,
 )
+from gradsync.backend import _native
 
 SOON = 1.0  # from a death to the error; see promptness.py
 DEADLINE = 1.5
@@ -201,6 +202,23 @@ def test_a_rank_killed_while_gloo_is_set_up_is_named(nursery: Nursery, delays: D
     error, when = survivor.unwrap()
     assert error.rank == 1
     delays.add(when - victim.ended, "set up")
+
+
+def test_who_waits_elsewhere_is_told_who_was_lost_inside_gloo(nursery: Nursery) -> None:
+    def run(rank: int, world: int) -> Any:
+        reduce_flags(False)
+        dist.barrier()
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            while dist.group.WORLD._context.states()[0][0] == _native.State.PRESENT:
+                time.sleep(0.01)
+        with pytest.raises(PeerLostError) as caught:
+            dist.barrier() if rank == 1 else reduce_flags(False)
+        return caught.value.rank
+
+    first, second, _ = nursery.run(run, 3)
+    assert (first.unwrap(), second.unwrap()) == (2, 2)
 
 
 @pytest.mark.parametrize("where", ["before", "inside"])

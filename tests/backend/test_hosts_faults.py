@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +22,6 @@ from promptness import SECONDS, Delays
 
 from gradsync import (
     AbortedError,
-    CollectiveMismatchError,
     DeadlineError,
     FaultError,
     PeerLostError,
@@ -29,67 +30,6 @@ from gradsync.backend.members import is_alive
 
 SOON = 1.0  # from a death to the error; see promptness.py
 ENDED = (AbortedError, PeerLostError)
-
-# What one rank calls, and the others; both have to be told.
-MISMATCHES: dict[str, tuple[str, Callable[[], Any], str, Callable[[], Any]]] = {
-    "size": (
-        "all_reduce(sum, 5 x float32)", lambda: dist.all_reduce(torch.ones(5)),
-        "all_reduce(sum, 6 x float32)", lambda: dist.all_reduce(torch.ones(6)),
-    ),
-    "dtype": (
-        "all_reduce(sum, 5 x int32)",
-        lambda: dist.all_reduce(torch.ones(5, dtype=torch.int32)),
-        "all_reduce(sum, 5 x float32)", lambda: dist.all_reduce(torch.ones(5)),
-    ),
-    "op": (
-        "all_reduce(max, 5 x float32)", lambda: dist.all_reduce(torch.ones(5), dist.ReduceOp.MAX),
-        "all_reduce(avg, 5 x float32)", lambda: dist.all_reduce(torch.ones(5), dist.ReduceOp.AVG),
-    ),
-    "root": (
-        "broadcast(root 0, 5 x float32)", lambda: dist.broadcast(torch.ones(5), 0),
-        "broadcast(root 1, 5 x float32)", lambda: dist.broadcast(torch.ones(5), 1),
-    ),
-    "kind": (
-        "barrier", dist.barrier, "broadcast(root 1, 5 x float32)",
-        lambda: dist.broadcast(torch.ones(5), 1),
-    ),
-    "way": (
-        "all_reduce(max, 5 x bool) through gloo",
-        lambda: dist.all_reduce(torch.ones(5, dtype=torch.bool), dist.ReduceOp.MAX),
-        "all_reduce(max, 5 x int8)",
-        lambda: dist.all_reduce(torch.ones(5, dtype=torch.int8), dist.ReduceOp.MAX),
-    ),
-    "size through gloo": (
-        "reduce(sum, root 0, 5 x float32) through gloo", lambda: dist.reduce(torch.ones(5), 0),
-        "reduce(sum, root 0, 9 x float32) through gloo", lambda: dist.reduce(torch.ones(9), 0),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("odd", [0, 1, 2], ids="rank {}".format)
-@pytest.mark.parametrize("difference", MISMATCHES)
-def test_ranks_that_call_something_else_are_shown_on_all_machines(
-    nursery: Nursery, difference: str, odd: int
-) -> None:
-    one, call_one, other, call_other = MISMATCHES[difference]
-
-    def run(rank: int, world: int) -> tuple[str, float]:
-        dist.barrier()
-        began = time.monotonic()
-        with pytest.raises(CollectiveMismatchError) as caught:
-            call_one() if rank == odd else call_other()
-        elapsed = time.monotonic() - began
-        with pytest.raises(CollectiveMismatchError):
-            dist.barrier()
-        return str(caught.value), elapsed
-
-    for ending in nursery.run(run, **machines("aab")):
-        text, elapsed = ending.unwrap()
-        assert "collective 2 is not the same on all" in text
-        assert f": {one}" in text
-        assert f": {other}" in text
-        assert "cannot be used any more" in text
-        assert elapsed < SECONDS
 
 
 def lose(rank: int, world: int, victim: int, operation: str, delay: float) -> Any:
@@ -261,6 +201,113 @@ def test_an_interrupt_ends_a_wait_for_other_machines(nursery: Nursery) -> None:
     second.unwrap()
 
 
+def test_a_rank_that_has_done_its_part_and_ends_is_no_loss(nursery: Nursery) -> None:
+    def run(rank: int, world: int) -> None:
+        if rank == 3:
+            time.sleep(1.0)  # in which rank 2 is done
+        outputs = [torch.empty(3) for _ in range(world)] if rank == 1 else None
+        dist.gather(torch.ones(3), outputs, 1)
+        if rank == 2:
+            dist.destroy_process_group()
+            os._exit(0)
+
+    endings = nursery.run(run, **machines("aaab"))
+    for ending in endings:
+        if ending.rank != 2:
+            ending.unwrap()
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_reduce_scatter_that_fails_between_machines_ends(nursery: Nursery, how: str) -> None:
+    """gloo's work for it never says that it has completed."""
+
+    def run(rank: int, world: int) -> Any:
+        call = OPERATIONS["reduce_scatter, large"](rank, world)
+        call(False)
+        set_deadline(DEADLINE)
+        if rank == 1:
+            os.kill(os.getpid(), getattr(signal, how))
+        with pytest.raises(FaultError, match="rank 1 ") as caught:
+            call(False)
+        return caught.value
+
+    endings = nursery.run(run, expendable=[1], **machines("ab"))
+    error = endings[0].unwrap()
+    assert isinstance(error, PeerLostError if how == "SIGKILL" else DeadlineError)
+
+
+def test_only_who_is_late_is_blamed_at_the_deadline(nursery: Nursery) -> None:
+    def run(rank: int, world: int) -> Any:
+        store = store_of_group()
+        dist.barrier()
+        set_deadline(DEADLINE)
+        if rank == 1:  # a leader, whose neighbour is there
+            store.wait(["0", "2"], timedelta(seconds=20))
+            return None
+        with pytest.raises(DeadlineError) as caught:
+            dist.all_reduce(torch.ones(10))
+        store.set(str(rank), "")
+        return caught.value.ranks
+
+    endings = nursery.run(run, **machines("abb"))
+    assert [ending.unwrap() for ending in endings] == [(1,), None, (1,)]
+
+
+def test_a_message_has_the_deadline_of_its_group_and_of_its_wait(nursery: Nursery) -> None:
+    def run(rank: int, world: int) -> None:
+        tensor = torch.ones(1)
+        if rank == 1:
+            dist.send(tensor, 0)
+            store_of_group().wait(["done"], timedelta(seconds=30))
+            return
+        assert dist.irecv(tensor, 1).wait(timedelta(seconds=20))
+        set_deadline(DEADLINE)
+        began = time.monotonic()
+        with pytest.raises(DeadlineError, match="recv"):
+            dist.recv(tensor, 1)
+        assert DEADLINE * 0.9 <= time.monotonic() - began < SECONDS
+        store_of_group().set("done", "")
+
+    for ending in nursery.run(run, **machines("ab")):
+        ending.unwrap()
+
+
+def test_a_group_can_be_destroyed_though_somebody_waits_for_a_message(nursery: Nursery) -> None:
+    def run(rank: int, world: int) -> None:
+        group = dist.new_group(backend="gradsync")
+        dist.barrier(group)
+        if rank == 0:
+            dist.irecv(torch.ones(1), 1, group=group).get_future()
+            began = time.monotonic()
+            dist.destroy_process_group(group)
+            assert time.monotonic() - began < SECONDS
+        dist.barrier()
+
+    for ending in nursery.run(run, **machines("ab")):
+        ending.unwrap()
+
+
+def test_what_strangers_post_ends_the_group_and_nothing_else(nursery: Nursery) -> None:
+    def run(rank: int, world: int) -> str:
+        dist.barrier()
+        store = dist.group.WORLD._hierarchy._board._given
+        if rank == 0:
+            store.set("notice", json.dumps({"kind": "FaultError", "text": "x\ud800"}))
+            store.set("alarm", "1")
+
+        def meet_again_and_again() -> None:
+            for _ in range(200):
+                dist.barrier()
+                time.sleep(0.02)
+
+        with pytest.raises(FaultError) as caught:
+            meet_again_and_again()
+        return str(caught.value)
+
+    for ending in nursery.run(run, **machines("ab")):
+        assert "not written by gradsync" in ending.unwrap()
+
+
 def wait_for_other(store: dist.Store, key: str) -> None:
     store.wait([key], timedelta(seconds=30))
 
@@ -396,3 +443,28 @@ def test_a_message_from_a_killed_rank_of_another_machine_fails_and_names_it(
     lost, when = endings[0].unwrap()
     assert lost == 2
     assert when - endings[2].ended < SECONDS
+
+
+FORGETFUL = """
+import os, sys
+os.environ["GRADSYNC_MACHINE"] = sys.argv[1]
+import torch, torch.distributed as dist
+import gradsync
+from gradsync.backend import board
+board.PERIOD_SECONDS = 0.002  # so that it looks when the interpreter ends
+rank = int(sys.argv[1] == "b")
+dist.init_process_group("gradsync", init_method=sys.argv[2], rank=rank, world_size=2)
+dist.all_reduce(torch.ones(3))
+"""
+
+
+def test_a_program_may_end_without_destroying_its_group() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        where = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", FORGETFUL, name, where], stderr=subprocess.PIPE)
+        for name in "ab"
+    ]
+    for rank in ranks:
+        _, output = rank.communicate(timeout=100)
+        assert rank.returncode == 0, output.decode()

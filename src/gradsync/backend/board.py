@@ -12,10 +12,12 @@ too, and posts it with the number of the collective that it has come to. It conc
 further than that: what comes before is complete there.
 """
 
+import atexit
 import json
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,23 +35,33 @@ LONGEST_GRACE_SECONDS = 2.0  # for one, as long as several are missing
 
 @dataclass(frozen=True)
 class Answer:
-    """How far a machine has come: to which collective, and who of it has not."""
+    """How far a machine has come: to which collective, and which ranks of it have not."""
 
     number: int
-    absent: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
 
 
 class Owner(Protocol):
     """Whose board it is. All of it is called on a thread of the board's."""
 
-    def absent(self) -> list[int]:
+    def missing(self) -> list[int]:
         """Who of this machine has not come to the collective under way."""
 
-    def look_after_neighbours(self) -> Told | None:
-        """What is to be posted, if anything is. Leaders are asked a few times a second."""
+    def look_after_neighbours(self) -> tuple[Told, int] | None:
+        """Somebody who has ended, and after which collective. Asked a few times a second."""
 
     def drop_everything(self, notice: Told) -> None:
         """A leader has heard of something that concerns it."""
+
+
+_OPEN: "weakref.WeakSet[Board]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that comes back from the store when the interpreter has gone ends the process."""
+    for board in list(_OPEN):
+        board.close()
 
 
 class Board:
@@ -66,15 +78,19 @@ class Board:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._heard: Told | None = None
-        self._after = -1  # [Note: after]
+        self._heard_of_idle: tuple[Told, int] | None = None  # [Note: after]
         self._trouble = ""
         if is_leader:
             self._start()
+            _OPEN.add(self)
 
     @property
     def notice(self) -> Told | None:
         """What has been heard, if it concerns what this rank has come to."""
-        return self._heard if self.progress > self._after else None
+        if self._heard is None and self._heard_of_idle is not None:
+            told, after = self._heard_of_idle
+            return told if self.progress > after else None
+        return self._heard
 
     @property
     def trouble(self) -> str:
@@ -83,7 +99,7 @@ class Board:
 
     def post(self, error: Told) -> None:
         """Tell the other machines, unless somebody was first."""
-        self._ask(lambda store: _write(store, error, after=-1), GRACE_SECONDS)
+        self._ask(lambda store: _write(store, "notice", encode(error)), GRACE_SECONDS)
 
     def read(self, seconds: float = GRACE_SECONDS) -> Told | None:
         """What has been posted; waits for it for a while."""
@@ -175,15 +191,16 @@ class Board:
 
     def _listen(self) -> None:
         store = self._connected()
-        if self._heard is None and self._owner is not None:
+        if self.notice is None and self._heard_of_idle is None and self._owner is not None:
             found = self._owner.look_after_neighbours()
             if found is not None:
-                _write(store, found, after=self.progress)
+                told, after = found
+                _write(store, "idle", f"{after}:{encode(told)}")
         if not store.check(["alarm"]):
             return
         self._answer(store)
         deadline = time.monotonic() + PERIOD_SECONDS
-        while self._heard is None and time.monotonic() < deadline:
+        while self.notice is None and time.monotonic() < deadline:
             self._hear(store)
             # Our own rank may want to ask meanwhile.
             with suppress(queue.Empty):
@@ -194,20 +211,21 @@ class Board:
                 call()
 
     def _answer(self, store: Store) -> None:
-        absent = [] if self._owner is None else self._owner.absent()
-        answer = {"number": self.progress, "absent": absent}
+        missing = [] if self._owner is None else self._owner.missing()
+        answer = {"number": self.progress, "missing": missing}
         store.set(f"here/{self._machine}", json.dumps(answer))
 
     def _hear(self, store: Store) -> None:
         if self._heard is None and store.check(["notice"]):
-            after, _, notice = store.get("notice").partition(b":")
-            is_number = len(after) < 20 and after.removeprefix(b"-").isdigit()
-            self._after = int(after) if is_number else -1
-            self._heard = decode(notice)
+            self._heard = decode(store.get("notice"))
+        if self._heard_of_idle is None and store.check(["idle"]):
+            after, _, notice = store.get("idle").partition(b":")
+            is_number = after.isdigit() and len(after) < 20
+            self._heard_of_idle = decode(notice), int(after) if is_number else 0
 
 
-def _write(store: Store, error: Told, *, after: int) -> None:
-    store.compare_set("notice", "", f"{after}:{encode(error)}")
+def _write(store: Store, key: str, message: str) -> None:
+    store.compare_set(key, "", message)
     store.set("alarm", "1")
 
 
@@ -218,7 +236,7 @@ def _collect(store: Store, machine: int) -> Answer | None:
         return None
     with suppress(ValueError, TypeError, KeyError, RecursionError):
         values = json.loads(store.get(key)[:LONGEST_MESSAGE])
-        number, absent = values["number"], values["absent"]
-        if type(number) is int and all(type(rank) is int for rank in absent):
-            return Answer(number, tuple(rank for rank in absent if 0 <= rank <= MAX_RANK))
+        number, missing = values["number"], values["missing"]
+        if type(number) is int and all(type(rank) is int for rank in missing):
+            return Answer(number, tuple(rank for rank in missing if 0 <= rank <= MAX_RANK))
     return None

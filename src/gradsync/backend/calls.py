@@ -1,5 +1,6 @@
 """Calls of torch's engines, in words: what ranks compare before they go through gloo."""
 
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,11 +36,31 @@ def in_words(method: str, arguments: tuple[Any, ...], opts: Any) -> str:
         parts.append(f"root {opts.rootRank}")
     if alike is not None:
         tensors = list(tensors_in(arguments[alike]))
-        more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
-        parts.append(f"{describe(tensors[0])}{more}")
+        parts += [describe(tensor) for tensor in tensors[:1]]
+        if len(tensors) > 1:  # there may be too many to name, so they are compared by a number
+            others = zlib.crc32(", ".join(map(describe, tensors)).encode())
+            parts.append(f"and {len(tensors) - 1} more ({others:08x})")
     else:
         parts += [_dtype(tensor) for tensor in tensors_in(arguments)][:1]
     return f"{name}({', '.join(parts)})" if parts else name
+
+
+def piece_sizes(
+    method: str, arguments: tuple[Any, ...], size: int
+) -> tuple[list[int], list[int]] | None:
+    """All-to-all: how many bytes go to each rank, and are expected from each."""
+    if method == "alltoall":
+        outputs, inputs = arguments
+        return [each.nbytes for each in inputs], [each.nbytes for each in outputs]
+    if method == "alltoall_base":
+        output, source, output_rows, input_rows = arguments
+        return _split(source, input_rows, size), _split(output, output_rows, size)
+    return None
+
+
+def _split(tensor: Tensor, rows: list[int], size: int) -> list[int]:
+    each = tensor.nbytes // max(tensor.shape[0] if tensor.dim() else 1, 1)  # bytes of a row
+    return [count * each for count in rows] if rows else [tensor.nbytes // size] * size
 
 
 def describe(tensor: Tensor) -> str:

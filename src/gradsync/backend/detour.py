@@ -5,10 +5,8 @@ words what they are about to do. So who calls something else is found out before
 mix up messages or end the process, and who does not come is known by name.
 """
 
-from collections.abc import Callable
-
 from gradsync.backend.engines import Engines
-from gradsync.backend.flows import explained
+from gradsync.backend.flows import Clock, explained
 from gradsync.backend.lane import Call, Lane, Task
 from gradsync.backend.shared_memory import Started
 from gradsync.errors import CollectiveMismatchError, FaultError
@@ -22,20 +20,18 @@ class Detour(Lane):
     ) -> Started:
         """Run ``call`` with gloo, once all ranks have said that they will."""
 
-        def prepare() -> Callable[[], None]:
-            meeting = self.memory.agree(f"{name} through gloo", seconds, later=True).handle
+        clock = Clock(seconds)
+
+        def prepare() -> Task:
+            meeting = self.memory.context.agree(f"{name} through gloo", seconds, True)
 
             def run() -> None:
                 meeting.wait()
-                self.through_gloo(call, engines)
+                self.through_gloo(call, engines, clock)
 
-            return run
+            return Task(meeting.number, name, run)
 
-        return Started(self.start(name, prepare), kept, None, later)
-
-    def number(self) -> int:
-        """As those are counted that do not go through here."""
-        return self.memory.context.issued
+        return Started(self.start(prepare), kept, None, later)
 
     def explain(self, task: Task, error: Exception) -> Exception:
         """As it is if all ranks have it alike: then the group can be used on."""
@@ -48,5 +44,5 @@ class Detour(Lane):
             if type(error) is FaultError:
                 error = self.gone() or error
         self.broken = error
-        self.memory.context.fail(str(error))  # so that nobody waits for us
+        self.give_up(error)
         return error

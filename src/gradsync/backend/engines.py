@@ -102,6 +102,8 @@ class Engines:
             engine: Any = ProcessGroupGloo(store, self._rank, self._size, self._timeout)
         else:
             engine = self._make_nccl(store, group)
+        if self._closed:  # meanwhile
+            raise StateError("The process group has been destroyed.")
         self._made[name] = engine
         return engine
 

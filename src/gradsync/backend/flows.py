@@ -7,7 +7,6 @@ meanwhile whether it can still complete. One that is not waited for any more kee
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,16 +21,46 @@ GRACE_SECONDS = 0.5  # for the end of a process to be seen, after that of its co
 NETWORK = ("gloo/transport", "connection", "socket", "timed out", "timeout")
 
 
-def await_flow(flow: dist.Work, look: Callable[[], None]) -> None:
+class Clock:
+    """How long an operation may still take. It begins when the operation is issued."""
+
+    def __init__(self, seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """In seconds, and never nothing: what looks once more finds what is already there."""
+        return max(self._deadline - time.monotonic(), 0.001)
+
+    @property
+    def timeout(self) -> timedelta:
+        """The same, for gloo."""
+        return timedelta(seconds=self.left)
+
+    @property
+    def late(self) -> float:
+        """For how many seconds the deadline has passed."""
+        return time.monotonic() - self._deadline
+
+
+def await_flow(flow: dist.Work, look: Callable[[], None], clock: Clock) -> None:
     """Wait for a collective of gloo's; ``look`` is called meanwhile, and may raise."""
     while True:
-        with suppress(RuntimeError):  # of gloo's, or because the slice is over
+        began = time.monotonic()
+        try:
             flow.wait(SLICE)
             return
+        except RuntimeError:
+            # Of gloo's, if it comes before the slice is over: not all works say that they have
+            # completed when they have failed.
+            if time.monotonic() - began < 0.9 * SLICE.total_seconds():
+                raise
         if flow.is_completed():
             flow.wait()  # raises what went wrong
             return
         look()
+        if clock.late > GRACE_SECONDS:
+            raise TimeoutError("gloo timed out, and does not say so")
 
 
 class Flow:
@@ -39,6 +68,7 @@ class Flow:
 
     ``other`` is with whom, if it is a message. ``look`` raises if it is not to be waited for any
     more; messages have none, since gloo ends all of a group if one is waited for in slices.
+    ``done`` is not known of messages either, so who waits says for how long.
     """
 
     def __init__(
@@ -46,11 +76,13 @@ class Flow:
         name: str,
         work: Any,
         neighbours: Sequence[Member],
+        clock: Clock,
         *,
         other: Member | None = None,
         look: Callable[[], None] | None = None,
     ) -> None:
         self._name = name
+        self._clock = clock
         self._work = work
         self._neighbours = neighbours
         self._other = other
@@ -63,13 +95,14 @@ class Flow:
         name: str,
         call: Callable[[], Any],
         neighbours: Sequence[Member],
+        clock: Clock,
         *,
         other: Member | None = None,
         look: Callable[[], None] | None = None,
     ) -> "Flow":
         """Begin what ``call`` begins, and raise what users know if it fails already."""
         try:
-            return cls(name, call(), neighbours, other=other, look=look)
+            return cls(name, call(), neighbours, clock, other=other, look=look)
         except RuntimeError as error:
             raise explained(name, error, neighbours, other) from error
 
@@ -83,16 +116,17 @@ class Flow:
         """Whose message was received."""
         return int(self._work._source_rank())
 
-    def wait(self) -> None:
-        """Wait for it, and raise what went wrong."""
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Wait for it, for no longer than ``timeout``, and raise what went wrong."""
+        left = self._clock.timeout
         try:
             if self._look is None:
-                self._work.wait()
+                self._work.wait(left if timeout is None else min(timeout, left))
             else:
-                await_flow(self._work, self._look)
+                await_flow(self._work, self._look, self._clock)
         except GradsyncError:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             raise explained(self._name, error, self._neighbours, self._other) from error
         finally:
             self._is_over = True
@@ -105,15 +139,16 @@ def explained(
     reason = first_line(error)
     if not is_of_network(reason):
         return error
+    suspects = [each for each in neighbours if other is None or each == other]
     patience = time.monotonic() + GRACE_SECONDS
     while True:
-        for member in neighbours:
+        for member in suspects:
             if not is_alive(member):
                 return lost(member, name, reason)
         if is_late(reason) or time.monotonic() > patience:
             break
         time.sleep(0.02)
-    stopped = [member for member in neighbours if is_stopped(member)]
+    stopped = [member for member in suspects if is_stopped(member)]
     if is_late(reason) or stopped:  # who gives up first closes its connections to the others
         who = "".join(f" {member.label} is stopped." for member in stopped)
         return DeadlineError(

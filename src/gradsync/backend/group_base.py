@@ -17,11 +17,11 @@ from torch._C._distributed_c10d import Store
 from gradsync.backend import _native
 from gradsync.backend.arguments import check_rank
 from gradsync.backend.attach import attach
-from gradsync.backend.calls import CALLS, describe, in_words, tensors_in
+from gradsync.backend.calls import CALLS, describe, in_words, piece_sizes, tensors_in
 from gradsync.backend.detour import Detour
 from gradsync.backend.dynamo import leave_alone
 from gradsync.backend.engines import CPU, Engines, configured, engine_for
-from gradsync.backend.flows import Flow, explained
+from gradsync.backend.flows import Clock, Flow, explained
 from gradsync.backend.hierarchy import Hierarchy
 from gradsync.backend.members import by_machine, check_alive, exchange, myself
 from gradsync.backend.monitored_barrier import MonitoredBarrier
@@ -232,17 +232,19 @@ class GroupBase(dist.ProcessGroup):
         if tensors and not tensors[0].is_cpu:
             return call(engine_for(self, self._engines, tensors[0].device))
         name = in_words(method, arguments, opts)
-        ways = self._hierarchy or self._detour()
-        if ways is None:
-            begin = partial(call, self._engines.gloo())
-            words = f"{name} through gloo"
-            flow = Flow.begin(words, begin, self._local, look=self._check_not_ended)
-            started = Started(flow, tensors, None, opts.asyncOp)
+        seconds, later = self._seconds(opts), opts.asyncOp
+        if self._hierarchy is not None:
+            started = self._hierarchy.collective(
+                name, call, self._engines, tensors, seconds, later=later,
+                pieces=piece_sizes(method, arguments, self._size),
+            )  # fmt: skip
+        elif (detour := self._detour()) is not None:
+            started = detour.collective(name, call, self._engines, tensors, seconds, later=later)
         else:
-            seconds = self._seconds(opts)
-            started = ways.collective(
-                name, call, self._engines, tensors, seconds, later=opts.asyncOp
-            )
+            begin = partial(call, self._engines.gloo())
+            words, look = f"{name} through gloo", self._check_not_ended
+            flow = Flow.begin(words, begin, self._local, Clock(seconds), look=look)
+            started = Started(flow, tensors, None, later)
         return self._work(CALLS[method][0], started, list(tensors_in(arguments[:1])), tensors)
 
     def _check_not_ended(self) -> None:
@@ -258,7 +260,8 @@ class GroupBase(dist.ProcessGroup):
             return begin()
         whom = None if other is None else self.members[other]
         words = f"{method}({describe(tensor)}) through gloo"
-        flow = Flow.begin(words, begin, self._local, other=whom)
+        clock = Clock(self.timeout_seconds)
+        flow = Flow.begin(words, begin, self._local, clock, other=whom)
         return self._work(method, Started(flow, tensor), [tensor])
 
     def _detour(self) -> Detour | None:

@@ -35,8 +35,8 @@ from gradsync.backend._native import ReduceOp, State
 from gradsync.backend.board import GRACE_SECONDS, Board
 from gradsync.backend.calls import describe
 from gradsync.backend.engines import Engines, let_go
-from gradsync.backend.flows import first_line, is_late, lost
-from gradsync.backend.lane import Call, Clock, Lane, Task
+from gradsync.backend.flows import Clock, first_line, is_late, lost
+from gradsync.backend.lane import Call, Lane, Task
 from gradsync.backend.members import Member, fetch, is_alive
 from gradsync.backend.notices import Told
 from gradsync.backend.places import in_place
@@ -49,6 +49,7 @@ from gradsync.errors import (
     PeerLostError,
 )
 
+Pieces = tuple[list[int], list[int]]  # bytes to each rank, and from each
 CHUNK_BYTES = 2 * 1024 * 1024
 TEXT_BYTES = 128
 GLOO_OPS = {
@@ -145,7 +146,7 @@ class Hierarchy(Lane):
                 chunk = chunks[index - 1]
                 if self._is_leader:
                     flow, copy = flows.pop(0)
-                    self.await_flow(flow, needs_neighbours=True)
+                    self.await_flow(flow, clock, needs_neighbours=True)
                     if op is ReduceOp.AVG:
                         rounding = None if copy.is_floating_point() else "trunc"
                         copy.div_(self._world, rounding_mode=rounding)
@@ -190,7 +191,7 @@ class Hierarchy(Lane):
                 if self._is_leader:
                     flow, copy = flows.pop(0)
                     # The source's neighbours have what they need, and may be gone.
-                    self.await_flow(flow, needs_neighbours=not is_source)
+                    self.await_flow(flow, clock, needs_neighbours=not is_source)
                     if not is_source:
                         chunk.copy_(copy)
                 if not is_source:
@@ -214,14 +215,44 @@ class Hierarchy(Lane):
         return self._started("barrier", leave_together, None, seconds, later)
 
     def collective(
-        self, name: str, call: Call, engines: Engines, kept: object, seconds: float, *, later: bool
+        self,
+        name: str,
+        call: Call,
+        engines: Engines,
+        kept: object,
+        seconds: float,
+        *,
+        later: bool,
+        pieces: Pieces | None = None,
     ) -> Started:
-        """Run ``call`` with gloo between all ranks."""
+        """Run ``call`` with gloo between all ranks. ``pieces`` are those of an all-to-all."""
 
-        def run(_clock: Clock) -> None:
-            self.through_gloo(call, engines)
+        def run(clock: Clock) -> None:
+            # Who passes this knows that the leaders agree, on its own machine and so on all.
+            self.memory.barrier(clock.left, later=False).handle.wait()
+            if pieces is not None:
+                self._compare(pieces, engines, clock)
+            self.through_gloo(call, engines, clock)
 
         return self._started(f"{name} through gloo", run, kept, seconds, later)
+
+    def _compare(self, pieces: Pieces, engines: Engines, clock: Clock) -> None:
+        """See that every rank expects what the others send: all ranks draw the same conclusion."""
+        own = torch.tensor([*pieces[0], *pieces[1]])
+        rows = [torch.empty_like(own) for _ in range(self._world)]
+        options = AllgatherOptions()
+        options.timeout = clock.timeout
+        self.through_gloo(lambda gloo: gloo.allgather([rows], [own], options), engines, clock)
+        table = torch.stack(rows)  # 2D: what each sends to each, and expects from each
+        differs = table[:, : self._world] != table[:, self._world :].t()
+        if differs.any():
+            source, target = differs.nonzero()[0].tolist()
+            names = {each.rank: each.label for machine in self._machines for each in machine}
+            raise CollectiveMismatchError(
+                f"collective {self._board.progress} is not the same on all ranks: "
+                f"{names[source]} sends {table[source, target]} bytes to {names[target]}, which "
+                f"expects {table[target, self._world + source]}."
+            )
 
     def _started(
         self,
@@ -238,7 +269,8 @@ class Hierarchy(Lane):
             self._agree(name, clock)
             run(clock)
 
-        return Started(self.start(name, lambda: agree_and_run), kept, finish, later)
+        task = self.start(lambda: Task(self.issued, name, agree_and_run))
+        return Started(task, kept, finish, later)
 
     def _agree(self, text: str, clock: Clock) -> None:
         """[Note: words first]."""
@@ -250,7 +282,8 @@ class Hierarchy(Lane):
         all_words = [torch.empty_like(own) for _ in self._machines]
         options = AllgatherOptions()
         options.timeout = clock.timeout
-        self.await_flow(self._leaders.allgather([all_words], [own], options), needs_neighbours=True)
+        flow = self._leaders.allgather([all_words], [own], options)
+        self.await_flow(flow, clock, needs_neighbours=True)
         if not all(torch.equal(each, own) for each in all_words):
             told = "; ".join(
                 f"{machine[0].label}: {_said(each)}"
@@ -275,11 +308,18 @@ class Hierarchy(Lane):
             raise self._board.notice
         super().look(needs_neighbours=needs_neighbours)
 
-    def absent(self) -> list[int]:
-        """For the board: who of this machine has not come to what is under way."""
-        return self.memory.context.absent()
+    def missing(self) -> list[int]:
+        """For the board: who of this machine has not come to what is under way, or is to come."""
+        is_busy = self.ended < self.issued
+        positions = self.memory.context.positions()
+        own = positions[self.memory.rank]
+        return [
+            member.rank
+            for member, at in zip(self.neighbours, positions, strict=True)
+            if at < own or (at == own and not is_busy)
+        ]
 
-    def look_after_neighbours(self) -> Told | None:
+    def look_after_neighbours(self) -> tuple[Told, int] | None:
         """For the board: has one ended while we compute? [Note: after] in board.py."""
         number = self._board.progress
         if self.ended < self.issued or self.ended < number or self.stop or self.broken:
@@ -287,7 +327,7 @@ class Hierarchy(Lane):
         states = self.memory.context.states()
         for member, (state, _) in zip(self.neighbours, states, strict=True):
             if state is State.PRESENT and not is_alive(member) and self.ended == self.issued:
-                return lost(member, f"a collective after {number}", "")
+                return lost(member, f"a collective after {number}", ""), number
         return None
 
     def drop_everything(self, notice: Told) -> None:
@@ -298,7 +338,7 @@ class Hierarchy(Lane):
     def explain(self, task: Task, error: Exception) -> Exception:
         """What happened, as one rank has found out and told all others."""
         self.broken = error = self._reason(task, error)
-        self.memory.context.fail(str(error))  # so that nobody on this machine waits for us
+        self.give_up(error)
         if self.stop is None:
             self._board.post(error)
         return error
@@ -317,12 +357,24 @@ class Hierarchy(Lane):
         if isinstance(error, DeadlineError) and not self._is_leader:
             # Our leader is late, since it waits for another machine: it will know for which.
             return self._board.read(3 * GRACE_SECONDS) or error
-        if isinstance(error, FaultError) and type(error) is not FaultError:
-            error.args = (f"{task.name}: {error}",)  # the native part has told of its part of it
+        if isinstance(error, PeerLostError | DeadlineError):
+            return self._of_all(task, error)  # the native part has told of its part of it
+        if isinstance(error, AbortedError):
             return error
         if isinstance(error, FaultError):  # a neighbour gave up, for a reason that it has posted
             return self._board.read() or error
         return self._roll_call(task, error)
+
+    def _of_all(self, task: Task, error: PeerLostError | DeadlineError) -> Told:
+        """What neighbours have found in a part of a task, as one of the whole task."""
+        members = {member.rank: member for member in self.neighbours}
+        if isinstance(error, PeerLostError):
+            known = members.get(-1 if error.rank is None else error.rank)
+            how = "has left the group" if "has left the group" in str(error) else "has ended"
+            return error if known is None else lost(known, task.name, "", how=how)
+        who = ", ".join(members[rank].label for rank in error.ranks if rank in members)
+        text = f"{task.name}: the deadline has passed. Not arrived: {who or 'not known'}."
+        return DeadlineError(text, ranks=error.ranks)
 
     def _roll_call(self, task: Task, error: Exception) -> Told:
         """A flow is cut, or has not come in time. Whose fault is it?"""
@@ -334,12 +386,14 @@ class Hierarchy(Lane):
         if self._board.notice is not None:
             return self._board.notice
         if is_late(reason):
-            late = [
-                member
-                for index, answer in answers.items()
-                for member in self._machines[index]
-                if answer is None or answer.number < task.number or member.rank in answer.absent
-            ]
+            late: list[Member] = []
+            for index, answer in answers.items():
+                machine = self._machines[index]
+                late += (
+                    machine[:1]
+                    if answer is None
+                    else [member for member in machine if member.rank in answer.missing]
+                )
             text = f"{task.name}: the deadline has passed (timeout in the network). Not arrived: "
             who = ", ".join(member.label for member in late) or "not known"
             return DeadlineError(f"{text}{who}.", ranks=[member.rank for member in late])

@@ -2,10 +2,8 @@
 
 import queue
 import threading
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch.distributed as dist
 
 from gradsync.backend._native import State
 from gradsync.backend.engines import Engines
-from gradsync.backend.flows import await_flow, is_of_network, lost
+from gradsync.backend.flows import Clock, await_flow, is_of_network, lost
 from gradsync.backend.members import Member, is_alive
 from gradsync.backend.shared_memory import SharedMemory
 from gradsync.backend.work import translate
@@ -25,23 +23,6 @@ from gradsync.errors import (
 )
 
 Call = Callable[[Any], dist.Work]  # of an engine
-
-
-class Clock:
-    """How long an operation may still take. It begins when the operation is issued."""
-
-    def __init__(self, seconds: float) -> None:
-        self._deadline = time.monotonic() + seconds
-
-    @property
-    def left(self) -> float:
-        """In seconds, and never nothing: what looks once more finds what is already there."""
-        return max(self._deadline - time.monotonic(), 0.001)
-
-    @property
-    def timeout(self) -> timedelta:
-        """The same, for gloo."""
-        return timedelta(seconds=self.left)
 
 
 class Task:
@@ -67,9 +48,14 @@ class Task:
             raise self._error
 
     def end(self, error: Exception | None) -> None:
-        """Let those who wait go on."""
+        """Let those who wait go on; lets go of what it needed."""
         self._error = error
+        self.run = _nothing
         self._ended.set()
+
+
+def _nothing() -> None:
+    pass
 
 
 class Refused(Exception):
@@ -95,36 +81,31 @@ class Lane:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def start(self, name: str, prepare: Callable[[], Callable[[], None]]) -> Task:
-        """Queue what ``prepare`` returns, which is called at once, in the order of the numbers."""
+    def start(self, prepare: Callable[[], Task]) -> Task:
+        """Queue what ``prepare`` returns; it is called at once, by one thread after the other."""
         with self._lock:
             self.issued += 1
             if self._is_closed:
-                task = Task(self.issued, name, lambda: None)
+                task = Task(self.issued, "", _nothing)
                 task.end(AbortedError("The group has been closed."))
                 return task
-            run = prepare()
-            task = Task(self.number(), name, run)
+            task = prepare()
             self._tasks.put(task)
         return task
 
-    def number(self) -> int:
-        """Of what was issued last."""
-        return self.issued
-
-    def through_gloo(self, call: Call, engines: Engines) -> None:
+    def through_gloo(self, call: Call, engines: Engines, clock: Clock) -> None:
         """Run ``call`` with gloo. All ranks have agreed on it."""
         engine = engines.gloo(partial(self.look, needs_neighbours=True))
         try:
-            self.await_flow(call(engine))
+            self.await_flow(call(engine), clock)
         except (RuntimeError, ValueError, TypeError) as error:
             if isinstance(error, GradsyncError) or is_of_network(str(error)):
                 raise
             raise Refused(error) from error
 
-    def await_flow(self, flow: dist.Work, *, needs_neighbours: bool = False) -> None:
+    def await_flow(self, flow: dist.Work, clock: Clock, *, needs_neighbours: bool = False) -> None:
         """Wait for the network, and for news."""
-        await_flow(flow, partial(self.look, needs_neighbours=needs_neighbours))
+        await_flow(flow, partial(self.look, needs_neighbours=needs_neighbours), clock)
 
     def look(self, *, needs_neighbours: bool) -> None:
         """Raise if what is under way can no longer complete."""
@@ -150,6 +131,12 @@ class Lane:
                 return lost(member, "the group", "", how="has left the group")
         return None
 
+    def give_up(self, error: Exception) -> None:
+        """Let nobody on this machine wait for us, and say why."""
+        rank = error.rank if isinstance(error, PeerLostError) else None
+        blamed = [at for at, each in enumerate(self.neighbours) if each.rank == rank]
+        self.memory.context.fail(str(error), blamed[0] if blamed else None)
+
     @abstractmethod
     def explain(self, task: Task, error: Exception) -> Exception:
         """What to tell the user of a task that has failed; tells the other ranks."""
@@ -169,10 +156,18 @@ class Lane:
                 except Refused as refused:
                     error = refused.error
                 except Exception as problem:
-                    error = self.explain(task, translate(problem))
+                    error = self._explained(task, translate(problem))
             self.ended += 1  # first: who waits may close the group at once
             task.end(error)
-            del task
+            del task, error
+
+    def _explained(self, task: Task, error: Exception) -> Exception:
+        try:
+            return self.explain(task, error)
+        except Exception as problem:  # whatever it is, nobody must wait for ever
+            problem.__cause__ = error
+            self.broken = problem
+            return problem
 
     def abort(self) -> None:
         """Make what is under way fail."""
@@ -188,4 +183,5 @@ class Lane:
         if is_busy and self.broken is None:
             self.memory.context.abort()
             self.abort()
-        self._thread.join()
+        if self._thread is not threading.current_thread():  # the collector may call from anywhere
+            self._thread.join()

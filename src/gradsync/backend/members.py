@@ -24,6 +24,7 @@ LONGEST_MACHINE = 1024
 MAX_RANK = 2**31 - 1
 MAX_PID = 2**22  # of the kernel, whatever is set
 SLICE = timedelta(milliseconds=250)
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.05  # seconds between two looks into the store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,28 +77,28 @@ def exchange(store: Store, own: Member, size: int) -> list[Member]:
 
 
 def fetch(store: Store, keys: Sequence[str], watched: Sequence[Member] = ()) -> list[bytes]:
-    """Wait until the store has all of ``keys``, but for nobody of this machine who has ended."""
-    deadline = time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
-    while True:
-        began = time.monotonic()
-        limit = min(SLICE, timedelta(seconds=max(deadline - began, 0.001)))
-        try:
-            store.wait(list(keys), limit)
-        except RuntimeError:
+    """Wait until the store has all of ``keys``, but for nobody of this machine who has ended.
+
+    By asking again and again: stores complain loudly of every wait that is cut short.
+    """
+    timeout: timedelta = store.timeout  # type: ignore[attr-defined]
+    began = looked = time.monotonic()
+    while not store.check(list(keys)):
+        now = time.monotonic()
+        if now - looked >= SLICE.total_seconds():
+            looked = now
             check_alive(watched)
-            if time.monotonic() - began < 0.9 * limit.total_seconds():
-                raise  # it was not for time
-            if time.monotonic() < deadline:
-                continue
+        if now - began > timeout.total_seconds():
             missing = [key for key in keys if not store.check([key])]
             raise DeadlineError(
-                f"A group could not be made in time ({store.timeout}): the store still has no "  # type: ignore[attr-defined]
+                f"A group could not be made in time ({timeout}): the store still has no "
                 f"{', '.join(missing)}. The number is that of a rank, which has not come, has "
                 "ended, or has made groups in another order."
-            ) from None
-        if store.has_extended_api():  # type: ignore[attr-defined]
-            return list(store.multi_get(list(keys)))
-        return [store.get(key) for key in keys]
+            )
+        time.sleep(min(max((now - began) / 8, SHORTEST_PAUSE), LONGEST_PAUSE))
+    if store.has_extended_api():  # type: ignore[attr-defined]
+        return list(store.multi_get(list(keys)))
+    return [store.get(key) for key in keys]
 
 
 def check_alive(watched: Sequence[Member], when: str = "while a group with it was made") -> None:

@@ -26,7 +26,8 @@ KINDS: dict[str, type[Told]] = {
 
 def encode(error: Told) -> str:
     """What ``decode`` makes the same error of; of another kind than it knows, a ``FaultError``."""
-    notice: dict[str, Any] = {"kind": type(error).__name__, "text": str(error)[:LONGEST_TEXT]}
+    text = str(error)[:LONGEST_TEXT].encode(errors="replace").decode()
+    notice: dict[str, Any] = {"kind": type(error).__name__, "text": text}
     if isinstance(error, PeerLostError):
         notice |= {"rank": error.rank, "host": error.host, "pid": error.pid}
     if isinstance(error, DeadlineError):
@@ -51,6 +52,7 @@ def _build(values: dict[str, Any]) -> Told:
     text = values["text"]
     if not isinstance(text, str) or len(text) > LONGEST_TEXT:
         raise ValueError("no text")
+    text.encode()  # raises if it cannot be told on
     kind = KINDS.get(values["kind"], FaultError)
     if kind is PeerLostError:
         host = values["host"]

@@ -18,6 +18,7 @@ from torch._C._autograd import (
 
 from gradsync.backend import _native
 from gradsync.backend.dynamo import leave_alone
+from gradsync.backend.flows import Flow
 from gradsync.errors import (
     AbortedError,
     CollectiveMismatchError,
@@ -28,6 +29,7 @@ from gradsync.errors import (
 
 _FORGOTTEN: deque[object] = deque(maxlen=256)
 Finish = Callable[[], object]
+SHORT_GOODBYE = 0.5  # seconds
 
 
 class Handle(Protocol):
@@ -83,10 +85,14 @@ class SharedMemoryWork(dist.Work):
         """
         if self._error is not None:
             raise self._error
-        if timeout is not None and timeout > timedelta(0):  # torch's default is below
-            self._await(timeout)
+        limit = None if timeout is None or timeout <= timedelta(0) else timeout  # as torch has it
+        if limit is not None and not isinstance(self.handle, Flow):
+            self._await(limit)
         try:
-            self.handle.wait()
+            if isinstance(self.handle, Flow):
+                self.handle.wait(limit)
+            else:
+                self.handle.wait()
         except Exception as error:
             self._error = translate(error)
             raise self._error from error
@@ -246,6 +252,7 @@ class Notifier:
         self._works: deque[SharedMemoryWork] = deque()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
+        self._in_gloo: set[threading.Thread] = set()  # who may have to wait for a deadline there
         self._free = 0  # threads that run no callback
         self._stopped = False
 
@@ -263,7 +270,7 @@ class Notifier:
             self._changed.notify_all()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join()
+                thread.join(SHORT_GOODBYE if thread in self._in_gloo else None)
 
     def _share(self) -> None:
         """See that somebody takes the next work; to be called with the lock."""
@@ -283,8 +290,11 @@ class Notifier:
                         return
                     self._changed.wait()
                 work = self._works.popleft()
+            if isinstance(work.handle, Flow):
+                self._in_gloo.add(threading.current_thread())
             with suppress(Exception):  # it is raised again below, to the future
                 work.wait()
+            self._in_gloo.discard(threading.current_thread())
             with self._changed:
                 self._free -= 1
                 if self._works:
