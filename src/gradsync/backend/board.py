@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from torch._C._distributed_c10d import Store
 
 from gradsync.backend.members import LONGEST_MESSAGE, MAX_RANK
-from gradsync.backend.notices import Told, decode, encode
+from gradsync.backend.notices import Told, decode, encode, first_line
 
 PERIOD_SECONDS = 0.2  # between two looks
 GRACE_SECONDS = 0.45  # for an answer
@@ -187,7 +187,7 @@ class Board:
                     if self._owner is not None:
                         self._owner.drop_everything(self.notice)
             except Exception as error:  # its host has died, for one
-                self._trouble = self._trouble or (str(error).splitlines() or [repr(error)])[0]
+                self._trouble = self._trouble or first_line(error)
 
     def _listen(self) -> None:
         store = self._connected()

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gradsync.backend.members import Member, is_alive, is_stopped
+from gradsync.backend.members import Member, is_alive, is_stopped, loss_of
+from gradsync.backend.notices import first_line
 from gradsync.errors import DeadlineError, FaultError, GradsyncError, PeerLostError
 
 SLICE = timedelta(milliseconds=100)
@@ -161,19 +162,9 @@ def explained(
 
 
 def lost(member: Member, name: str, reason: str, *, how: str = "has ended") -> PeerLostError:
-    """The error that names ``member``."""
+    """``member`` is not there any more, and ``name`` needed it."""
     end = f": {reason}" if reason else "."
-    return PeerLostError(
-        f"{member.label} {how} while {name}, waited for it{end}",
-        rank=member.rank,
-        host=member.host,
-        pid=member.pid,
-    )
-
-
-def first_line(error: Exception) -> str:
-    """What it says, without a trace."""
-    return (str(error).splitlines() or [repr(error)])[0]
+    return loss_of(member, f"{member.label} {how} while {name}, waited for it{end}")
 
 
 def is_of_network(reason: str) -> bool:

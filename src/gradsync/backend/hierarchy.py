@@ -35,10 +35,10 @@ from gradsync.backend._native import ReduceOp, State
 from gradsync.backend.board import GRACE_SECONDS, Board
 from gradsync.backend.calls import describe
 from gradsync.backend.engines import Engines, let_go
-from gradsync.backend.flows import Clock, first_line, is_late, lost
+from gradsync.backend.flows import Clock, is_late, lost
 from gradsync.backend.lane import Call, Lane, Task
 from gradsync.backend.members import Member, fetch, is_alive
-from gradsync.backend.notices import Told
+from gradsync.backend.notices import Told, first_line
 from gradsync.backend.places import in_place
 from gradsync.backend.shared_memory import SharedMemory, Started
 from gradsync.errors import (
@@ -400,13 +400,8 @@ class Hierarchy(Lane):
         absent = [index for index, answer in answers.items() if answer is None]
         if absent:
             leader = self._machines[absent[0]][0]
-            return PeerLostError(
-                f"{leader.label} does not answer any more, and its connection was closed while "
-                f"{task.name}, waited for it: {reason}",
-                rank=leader.rank,
-                host=leader.host,
-                pid=leader.pid,
-            )
+            how = "does not answer any more, and has closed its connection,"
+            return lost(leader, task.name, reason, how=how)
         leaders = ", ".join(machine[0].label for machine in self._machines)
         unknown = f" No more is known, as the store fails: {self._board.trouble}."
         return FaultError(

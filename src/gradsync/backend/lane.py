@@ -167,6 +167,7 @@ class Lane:
         except Exception as problem:  # whatever it is, nobody must wait for ever
             problem.__cause__ = error
             self.broken = problem
+            self.memory.context.fail(ascii(problem))
             return problem
 
     def abort(self) -> None:

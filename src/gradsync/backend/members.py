@@ -105,12 +105,12 @@ def check_alive(watched: Sequence[Member], when: str = "while a group with it wa
     """Raise if one of them, who are of this machine, has ended."""
     for member in watched:
         if not is_alive(member):
-            raise PeerLostError(
-                f"{member.label} has ended {when}.",
-                rank=member.rank,
-                host=member.host,
-                pid=member.pid,
-            )
+            raise loss_of(member, f"{member.label} has ended {when}.")
+
+
+def loss_of(member: Member, text: str) -> PeerLostError:
+    """The error that names ``member``."""
+    return PeerLostError(text, rank=member.rank, host=member.host, pid=member.pid)
 
 
 def is_alive(member: Member) -> bool:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from gradsync.backend.members import SLICE, Member, check_alive, is_alive
-from gradsync.backend.notices import Told, decode, encode
+from gradsync.backend.notices import Told, decode, encode, first_line
 from gradsync.errors import (
     AbortedError,
     DeadlineError,
@@ -183,9 +183,9 @@ class MonitoredBarrier:
         while time.monotonic() < give_up:  # its connections end shortly before a process does
             check_alive(self._local, f"before it passed {self._name}")
             time.sleep(0.01)
-        reason = (str(error).splitlines() or [repr(error)])[0]
         return FaultError(
-            f"{self._name} on rank {self._rank}: the store cannot be asked any more: {reason}. The "
+            f"{self._name} on rank {self._rank}: the store cannot be asked any more: "
+            f"{first_line(error)}. The "
             "process that holds it, which is rank 0 unless a launcher does, has ended or cannot be "
             "reached: see its output."
         )

@@ -48,6 +48,11 @@ def decode(notice: bytes) -> Told:
         )
 
 
+def first_line(error: Exception) -> str:
+    """What it says, without a trace."""
+    return (str(error).splitlines() or [repr(error)])[0]
+
+
 def _build(values: dict[str, Any]) -> Told:
     text = values["text"]
     if not isinstance(text, str) or len(text) > LONGEST_TEXT:

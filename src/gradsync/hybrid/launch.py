@@ -395,6 +395,7 @@ def _play_client(
                 timeout=timedelta(seconds=settings.timeout),
             )
             try:
+                dist.barrier()  # or one with little to do has left before the last is connected
                 value = roles.trainer(cluster, *args)
             finally:
                 dist.destroy_process_group()

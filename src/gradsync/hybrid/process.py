@@ -101,6 +101,7 @@ def _train(function: Callable[..., Any], arguments: tuple[Any, ...], plan: Train
     dist.init_process_group(
         plan.backend, store=store, rank=plan.rank, world_size=plan.trainers, timeout=limit
     )
+    dist.barrier()  # or one with little to do has ended before the last is connected
     name = f"trainer{plan.rank}"
     report = None if plan.master is None else Reporter(name, plan.generation, plan.master)
     cluster = Cluster(
