@@ -312,50 +312,41 @@ def wait_for_other(store: dist.Store, key: str) -> None:
     store.wait([key], timedelta(seconds=30))
 
 
-def test_a_neighbour_killed_while_its_leader_waits_for_another_machine_is_named(
-    nursery: Nursery, delays: Delays
+@pytest.mark.parametrize(
+    ("layout", "victim", "late", "teller"),
+    [
+        pytest.param("aab", 1, 2, 0, id="while its leader waits for another machine"),
+        pytest.param("aabb", 3, 2, 0, id="while its leader computes"),
+        pytest.param("aabb", 1, 3, 2, id="while others wait for a slow neighbour"),
+    ],
+)
+def test_a_rank_killed_in_a_collective_is_named_though_another_has_not_come(
+    nursery: Nursery, delays: Delays, layout: str, victim: int, late: int, teller: int
 ) -> None:
+    """``late`` comes when ``teller`` has raised."""
+
     def run(rank: int, world: int) -> Any:
         store = store_of_group()
         dist.barrier()
-        if rank == 2:  # comes when the others have raised
+        if rank == late:
             wait_for_other(store, "raised")
-        if rank == 1:
+        if rank == victim:
             once_waiting(lambda: os.kill(os.getpid(), signal.SIGKILL))
-        with pytest.raises(PeerLostError) as caught:
+        with pytest.raises(PeerLostError, match=rf"rank {victim} \(pid .* has ended") as caught:
             dist.all_reduce(torch.ones(300_000))
         when = time.monotonic()
-        store.set("raised", "")
-        return caught.value, when
-
-    endings = nursery.run(run, **machines("aab"))
-    for rank in (0, 2):
-        error, when = endings[rank].unwrap()
-        assert error.rank == 1
-        delays.add(when - endings[1].ended, "neighbour")
-
-
-def test_a_rank_killed_while_its_leader_computes_is_named_by_other_machines(
-    nursery: Nursery, delays: Delays
-) -> None:
-    def run(rank: int, world: int) -> Any:
-        store = store_of_group()
-        dist.barrier()
-        if rank == 2:  # the leader of the machine that loses a rank
-            wait_for_other(store, "raised")
-        if rank == 3:
-            once_waiting(lambda: os.kill(os.getpid(), signal.SIGKILL))
-        with pytest.raises(PeerLostError, match=r"rank 3 \(pid .* has ended") as caught:
-            dist.all_reduce(torch.ones(300_000))
-        when = time.monotonic()
-        store.set("raised", "")
+        if rank == teller:
+            store.set("raised", "")
         return caught.value.rank, when
 
-    endings = nursery.run(run, **machines("aabb"))
-    for rank in (0, 1, 2):
-        lost, when = endings[rank].unwrap()
-        assert lost == 3
-        delays.add(when - endings[3].ended, "idle leader")
+    endings = nursery.run(run, **machines(layout))
+    for ending in endings:
+        if ending.rank == victim:
+            continue
+        lost, when = ending.unwrap()
+        assert lost == victim
+        if ending.rank != late:
+            delays.add(when - endings[victim].ended, layout)
 
 
 def test_a_rank_that_ends_in_order_is_no_loss_to_who_needs_it_no_more(nursery: Nursery) -> None:
@@ -375,31 +366,6 @@ def test_a_rank_that_ends_in_order_is_no_loss_to_who_needs_it_no_more(nursery: N
     assert endings[3].code == 0
     for ending in endings[:3]:
         ending.unwrap()
-
-
-def test_who_waits_for_a_slow_neighbour_learns_of_a_loss_elsewhere(
-    nursery: Nursery, delays: Delays
-) -> None:
-    def run(rank: int, world: int) -> Any:
-        store = store_of_group()
-        dist.barrier()
-        if rank == 3:  # comes when the others have raised
-            wait_for_other(store, "raised")
-        if rank == 1:
-            once_waiting(lambda: os.kill(os.getpid(), signal.SIGKILL))
-        with pytest.raises(PeerLostError) as caught:
-            dist.all_reduce(torch.ones(300_000))
-        when = time.monotonic()
-        if rank == 2:
-            store.set("raised", "")
-        return caught.value.rank, when
-
-    endings = nursery.run(run, **machines("aabb"))
-    for rank in (0, 2, 3):
-        lost, when = endings[rank].unwrap()
-        assert lost == 1
-        if rank != 3:
-            delays.add(when - endings[1].ended, "elsewhere")
 
 
 def test_a_stopped_neighbour_is_named_also_by_a_machine_whose_deadline_comes_first(
