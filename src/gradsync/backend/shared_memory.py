@@ -95,8 +95,7 @@ class Reduction:
 
     __slots__ = ("handle", "tensor")
 
-    def __init__(self, handle: _native.Op | None, tensor: Tensor) -> None:
-        assert handle is not None, "one that is waited for gives no handle"
+    def __init__(self, handle: _native.Op, tensor: Tensor) -> None:
         self.handle = handle
         self.tensor = tensor
 
@@ -199,16 +198,21 @@ class SharedMemory:
         if numbers is None or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
             return False
         try:
-            self.context.all_reduce(tensor.data_ptr(), tensor.numel(), *numbers, seconds, True)
+            self.context.all_reduce(tensor.data_ptr(), tensor.numel(), *numbers, seconds)
         except Exception as error:
             raise translate(error) from error
         return True
 
-    def start_all_reduce(self, tensor: Tensor, op: ReduceOp, seconds: float) -> "Reduction":
-        """Begin to reduce a contiguous ``tensor`` in place, of a dtype that has a kernel."""
+    def start_all_reduce(
+        self, tensor: Tensor, op: ReduceOp, seconds: float, *, in_background: bool
+    ) -> Reduction:
+        """Begin to reduce a contiguous ``tensor`` in place, of a dtype that has a kernel.
+
+        Unless ``in_background`` it is left to who waits for it, or for a later operation.
+        """
         dtype, number = SHORT[tensor.dtype, op]
-        handle = self.context.all_reduce(
-            tensor.data_ptr(), tensor.numel(), dtype, number, seconds, False
+        handle = self.context.start_all_reduce(
+            tensor.data_ptr(), tensor.numel(), dtype, number, seconds, in_background
         )
         return Reduction(handle, tensor)
 
