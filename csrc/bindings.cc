@@ -17,13 +17,11 @@ namespace {
 
 using Address = std::uintptr_t;
 
-Clock::duration duration(double seconds) {
+Deadline after(double seconds) {
   constexpr double kLongest = 3e8;  // ten years: beyond, the clock's type ends
   const double bounded = std::fmin(std::fmax(seconds, 0.0), kLongest);
-  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(bounded));
+  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(bounded));
 }
-
-Deadline after(double seconds) { return Clock::now() + duration(seconds); }
 
 // Lets Python's signal handlers run. The handler's exception stays set for translate_interrupt.
 bool is_interrupted() {
@@ -96,24 +94,19 @@ void run(Context& context, const std::shared_ptr<Op>& request) {
   }
 }
 
-std::shared_ptr<Op> checked_all_reduce(Address address, std::uint64_t count, int dtype, int op, double seconds) {
+// An all-reduce in place of any tensor, which is waited for here if `waits`.
+std::optional<OpHandle> all_reduce(const std::shared_ptr<Context>& context, Address address,
+                                   std::uint64_t count, int dtype, int op, double seconds,
+                                   bool waits) {
   check_reducible(static_cast<DType>(dtype), static_cast<ReduceOp>(op));
-  return all_reduce_of(address, count, static_cast<DType>(dtype), static_cast<ReduceOp>(op), seconds);
-}
-
-// An all-reduce in place of any tensor.
-void all_reduce(const std::shared_ptr<Context>& context, Address address, std::uint64_t count, int dtype, int op,
-                double seconds) {
-  run(*context, checked_all_reduce(address, count, dtype, op, seconds));
-}
-
-// The same, to be waited for later. If it is left to who waits then, its time begins only there.
-OpHandle start_all_reduce(const std::shared_ptr<Context>& context, Address address, std::uint64_t count, int dtype,
-                          int op, double seconds, bool in_background) {
-  auto request = checked_all_reduce(address, count, dtype, op, seconds);
-  if (!in_background) request->span = duration(seconds);
-  context->issue(request, in_background);
-  return {context, request};
+  auto request =
+      all_reduce_of(address, count, static_cast<DType>(dtype), static_cast<ReduceOp>(op), seconds);
+  if (waits) {
+    run(*context, request);
+    return std::nullopt;
+  }
+  context->issue(request, true);
+  return OpHandle{context, request};
 }
 
 // The one that has to be quick: an all-reduce of the same symmetric memory, again and again. Each time is
@@ -422,9 +415,7 @@ PYBIND11_MODULE(_native, module) {
            py::arg("source_bytes"), py::arg("target_bytes"), py::arg("seconds"),
            py::arg("in_background"))
       .def("all_reduce", &all_reduce, py::arg("address"), py::arg("count"), py::arg("dtype"),
-           py::arg("op"), py::arg("seconds"))
-      .def("start_all_reduce", &start_all_reduce, py::arg("address"), py::arg("count"), py::arg("dtype"),
-           py::arg("op"), py::arg("seconds"), py::arg("in_background"))
+           py::arg("op"), py::arg("seconds"), py::arg("waits"))
       .def("agree", &agree, py::arg("text"), py::arg("seconds"), py::arg("in_background"))
       .def("message", &message, py::arg("kind"), py::arg("address"), py::arg("bytes"),
            py::arg("other"), py::arg("tag"), py::arg("seconds"))

@@ -29,7 +29,6 @@ struct Op {
   std::vector<std::uint64_t> source_bytes;  // all-to-all only: the pieces may differ
   std::vector<std::uint64_t> target_bytes;
   Deadline deadline;
-  Clock::duration span{};  // if it is not zero: how long it may take, from when somebody carries it out
   std::string text;  // kElsewhere: what it is, in words, which is all that is compared
 
   std::shared_ptr<Allocation> allocation;  // the memory of the target, if it is symmetric

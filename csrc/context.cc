@@ -126,7 +126,6 @@ void Context::run_until(std::unique_lock<std::mutex>& lock, const Op* last,
 }
 
 void Context::execute(Op& op, const Patience& patience) {
-  if (op.span > op.span.zero()) op.deadline = Clock::now() + op.span;
   std::exception_ptr error;
   try {
     if (!op.is_posted) collectives_.post(op);

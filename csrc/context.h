@@ -44,8 +44,7 @@ class Context {
   const Counters& counters() const { return collectives_.counters(); }
   std::uint64_t issued() const { return sequence_; }
 
-  // Issues a collective. `in_background`: it makes progress without anybody waiting for it. Else whoever waits
-  // for it, or for a later one, carries it out.
+  // Issues a collective. `in_background`: it makes progress without anybody waiting for it.
   void issue(const std::shared_ptr<Op>& op, bool in_background);
   // Waits, and throws what went wrong.
   void wait(const std::shared_ptr<Op>& op, const Interrupted& interrupted = {});

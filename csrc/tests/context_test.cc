@@ -113,26 +113,6 @@ TEST(asking_whether_to_stop_does_not_keep_others_from_issuing) {
   ranks.at(0).wait(third);
 }
 
-// A backward may go on for longer than a collective may take.
-TEST(the_time_of_what_is_left_to_who_waits_begins_with_the_wait) {
-  Ranks ranks(2);
-  auto a = ones(kLarge), b = ones(kLarge);
-  const OpPtr early = all_reduce(a, 0);  // its deadline is over
-  early->span = 60s;
-  ranks.at(0).issue(early, false);
-  std::thread other([&] {
-    std::this_thread::sleep_for(300ms);  // longer than rank 0 waits before it looks for deadlines
-    run_now(ranks.at(1), all_reduce(b));
-  });
-  ranks.at(0).wait(early);
-  other.join();
-  CHECK_EQUAL(a[kLarge - 1], 2.0f);
-  const OpPtr late = all_reduce(a);
-  late->span = 10ms;
-  ranks.at(0).issue(late, false);
-  CHECK_THROWS(DeadlineError, ranks.at(0).wait(late));
-}
-
 TEST(a_rank_that_leaves_is_missed_by_name_and_what_it_did_before_counts) {
   Ranks ranks(2);
   auto a = ones(10), b = ones(10);

@@ -26,20 +26,10 @@ from torch.distributed import FileStore, HashStore
 from gradsync import FaultError, PeerLostError
 from gradsync.backend import _native
 from gradsync.backend.attach import _parse, _parse_answer
-from gradsync.backend.members import (
-    Member,
-    by_machine,
-    count_cores,
-    exchange,
-    fetch,
-    machine,
-    myself,
-    parse,
-)
+from gradsync.backend.members import Member, by_machine, exchange, fetch, machine, myself, parse
 
 WORLD = 2
 OWN = myself(0, 0)
-CORES = len(os.sched_getaffinity(0))
 
 # ---------------------------------------------------------------- who shares a machine
 
@@ -93,11 +83,6 @@ CHANGES: list[dict[str, Any]] = [
     {"host": "\ud800"},
     {"machine": ["a"]},
     {"machine": "m" * 1025},
-    {"cores": 3},
-    {"cores": ""},
-    {"cores": "0"},
-    {"cores": "-1"},
-    {"cores": "f" * 2049},
     {"extra": 1},
 ]
 
@@ -440,32 +425,6 @@ def test_symmetric_memory_that_is_not_to_be_had_is_an_error_and_the_group_lives(
 
 
 def test_members_know_their_label() -> None:
-    member = Member(rank=1, name=5, machine="m", host="a", pid=17, started=1, cores="3")
+    member = Member(rank=1, name=5, machine="m", host="a", pid=17, started=1)
     assert member.label == "rank 5 (pid 17 on a)"
     assert FaultError  # one tree
-
-
-def test_members_count_the_cores_that_they_may_run_on_together(nursery: Nursery) -> None:
-    def pin(rank: int) -> None:
-        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % CORES]})
-
-    def run(rank: int, world: int) -> list[bool]:
-        group = dist.group.WORLD
-        torch.set_num_threads(1)
-        assert count_cores(group.members) == min(world, CORES)
-        return [group.has_idle_cores()]
-
-    for ending in nursery.run(run, prepare=pin):
-        assert ending.unwrap() == [False]
-
-
-def test_cores_beyond_those_that_ranks_compute_on_are_idle(nursery: Nursery) -> None:
-    def run(rank: int, world: int) -> list[bool]:
-        answers = []
-        for threads in (1, CORES):
-            torch.set_num_threads(threads)
-            answers.append(dist.group.WORLD.has_idle_cores())
-        return answers
-
-    for ending in nursery.run(run):
-        assert ending.unwrap() == [CORES > 2, False]

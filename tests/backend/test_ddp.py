@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 
 import pytest
 import torch
@@ -113,54 +112,6 @@ def test_buckets_are_reduced_where_they_are(pool: WorkerPool, views: bool) -> No
         assert counters["symmetric"] == 3 * buckets
         assert counters["copied"] == 0
         assert counters["copied_bytes"] == 0
-
-
-@pytest.mark.parametrize("has_idle_core", [False, True])
-def test_large_gradients_are_reduced_meanwhile_only_if_a_core_is_idle(
-    pool: WorkerPool, has_idle_core: bool
-) -> None:
-    def run(rank: int, world: int) -> tuple[int, int]:
-        group = dist.new_group(backend="gradsync")
-        assert isinstance(group, gradsync.SharedMemoryGroup)
-        group.has_idle_cores = lambda: has_idle_core  # the machine may have as many cores as ranks
-        model = nn.Sequential(nn.Linear(4, 1400), nn.Linear(1400, 1400))
-        ddp = gradsync.DistributedDataParallel(model, process_group=group)
-        for _ in range(2):
-            ddp.zero_grad()
-            ddp(torch.ones(2, 4)).sum().backward()
-        before = group.counters()["copied"]
-        meanwhile = []
-
-        def look(_gradient: Tensor) -> None:
-            dist.barrier()  # of gloo's: the other rank has sent its large gradient too
-            end = time.monotonic() + (20 if has_idle_core else 1)
-            while group.counters()["copied"] == before and time.monotonic() < end:
-                time.sleep(0.01)
-            meanwhile.append(group.counters()["copied"] - before)
-
-        model[0].weight.register_hook(look)  # comes after the other layer's
-        ddp.zero_grad()
-        ddp(torch.ones(2, 4)).sum().backward()
-        return meanwhile[0], group.counters()["copied"] - before
-
-    for meanwhile, in_all in pool.run(run, timeout=LIMIT):
-        assert meanwhile == int(has_idle_core)
-        assert in_all == 1
-
-
-def test_an_optimizer_in_the_backward_gets_its_gradients_meanwhile_on_any_machine(
-    pool: WorkerPool,
-) -> None:
-    def run(rank: int, world: int) -> list[bool]:
-        group = dist.new_group(backend="gradsync")
-        assert isinstance(group, gradsync.SharedMemoryGroup)
-        group.has_idle_cores = lambda: False
-        ddp = gradsync.DistributedDataParallel(nn.Linear(3, 3), process_group=group)
-        before = ddp.reducer.queue.reduction.overlaps
-        ddp.optimize_in_backward(torch.optim.SGD, lr=0.1)
-        return [before, ddp.reducer.queue.reduction.overlaps]
-
-    assert pool.run(run, timeout=LIMIT) == [[False, True]] * 2
 
 
 def test_large_gradients_need_no_buffer_and_are_those_of_gloo(pool: WorkerPool) -> None:

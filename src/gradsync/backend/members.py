@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
-from string import hexdigits
 
 from torch._C._distributed_c10d import Store
 
@@ -22,7 +21,6 @@ from gradsync.errors import DeadlineError, FaultError, PeerLostError
 LONGEST_MESSAGE = 4096
 LONGEST_HOST = 255
 LONGEST_MACHINE = 1024
-LONGEST_CORES = 2048  # 8,192 cores, as many as Linux can have
 MAX_RANK = 2**31 - 1
 MAX_PID = 2**22  # of the kernel, whatever is set
 SLICE = timedelta(milliseconds=250)
@@ -39,7 +37,6 @@ class Member:
     host: str
     pid: int
     started: int  # with the pid it names the process for good
-    cores: str  # that it may run on: a bit each, as a hexadecimal number
 
     @property
     def label(self) -> str:
@@ -57,7 +54,6 @@ def myself(rank: int, name: int) -> Member:
         host=socket.gethostname(),
         pid=pid,
         started=_native.start_time(pid),
-        cores=f"{sum(1 << core for core in os.sched_getaffinity(0)):x}",
     )
 
 
@@ -172,10 +168,6 @@ def _check_bounds(member: Member) -> None:
         text = getattr(member, name)
         if len(text) > longest or not text.isprintable():
             raise ValueError(f"{name} is {text[:longest]!r}, of {len(text)} characters")
-    if len(member.cores) > LONGEST_CORES or not set(member.cores) <= set(hexdigits):
-        raise ValueError(f"cores is {member.cores[:LONGEST_CORES]!r}")
-    if int(member.cores or "0", 16) == 0:
-        raise ValueError("cores is empty")
 
 
 def by_machine(members: Sequence[Member]) -> list[list[Member]]:
@@ -184,11 +176,3 @@ def by_machine(members: Sequence[Member]) -> list[list[Member]]:
     for member in members:
         machines.setdefault(member.machine, []).append(member)
     return list(machines.values())
-
-
-def count_cores(members: Sequence[Member]) -> int:
-    """How many cores the members, who are of one machine, may run on together."""
-    together = 0
-    for member in members:
-        together |= int(member.cores, 16)
-    return together.bit_count()

@@ -39,7 +39,6 @@ from gradsync.backend.arguments import (
 )
 from gradsync.backend.dynamo import leave_alone
 from gradsync.backend.group_base import DEFAULT_TIMEOUT, GroupBase, Work
-from gradsync.backend.members import count_cores
 from gradsync.backend.places import each_to_fill, each_to_read, parts_to_fill, parts_to_read
 from gradsync.backend.shared_memory import (
     PersistentReduction,
@@ -100,26 +99,16 @@ class SharedMemoryGroup(GroupBase):
             raise ArgumentError(f"There is no {op} in shared memory.")
         return PersistentReduction(self, self._memory.prepare_all_reduce(tensor, ours), tensor, op)
 
-    def start_average(self, tensor: Tensor, *, average: bool, in_background: bool) -> Reduction:
+    def start_average(self, tensor: Tensor, *, average: bool) -> Reduction:
         """For our DDP: begin to average, or add up, a flat tensor of numbers in place.
 
-        As ``allreduce`` does, without what torch needs around it. Unless ``in_background`` it is
-        left to who waits.
+        As ``allreduce`` does, without what torch needs around it.
         """
         assert self._memory is not None, "the ranks share memory"
         op = ReduceOp.AVG if average else ReduceOp.SUM
-        reduction = self._memory.start_all_reduce(
-            tensor, op, self.timeout_seconds, in_background=in_background
-        )
+        reduction = self._memory.start_all_reduce(tensor, op, self.timeout_seconds)
         self._keep(reduction)
         return reduction
-
-    def has_idle_cores(self) -> bool:
-        """Is there a core of this machine on which no rank computes, if all have as many threads?
-
-        Else what runs in the background takes from what they compute.
-        """
-        return count_cores(self._local) > len(self._local) * torch.get_num_threads()
 
     def counters(self) -> dict[str, int]:
         """How many all-reduces ran in place (``symmetric``), how many with copies, of how much."""

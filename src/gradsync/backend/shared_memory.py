@@ -95,7 +95,8 @@ class Reduction:
 
     __slots__ = ("handle", "tensor")
 
-    def __init__(self, handle: _native.Op, tensor: Tensor) -> None:
+    def __init__(self, handle: _native.Op | None, tensor: Tensor) -> None:
+        assert handle is not None, "one that is waited for gives no handle"
         self.handle = handle
         self.tensor = tensor
 
@@ -198,21 +199,16 @@ class SharedMemory:
         if numbers is None or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
             return False
         try:
-            self.context.all_reduce(tensor.data_ptr(), tensor.numel(), *numbers, seconds)
+            self.context.all_reduce(tensor.data_ptr(), tensor.numel(), *numbers, seconds, True)
         except Exception as error:
             raise translate(error) from error
         return True
 
-    def start_all_reduce(
-        self, tensor: Tensor, op: ReduceOp, seconds: float, *, in_background: bool
-    ) -> Reduction:
-        """Begin to reduce a contiguous ``tensor`` in place, of a dtype that has a kernel.
-
-        Unless ``in_background`` it is left to who waits for it, or for a later operation.
-        """
+    def start_all_reduce(self, tensor: Tensor, op: ReduceOp, seconds: float) -> "Reduction":
+        """Begin to reduce a contiguous ``tensor`` in place, of a dtype that has a kernel."""
         dtype, number = SHORT[tensor.dtype, op]
-        handle = self.context.start_all_reduce(
-            tensor.data_ptr(), tensor.numel(), dtype, number, seconds, in_background
+        handle = self.context.all_reduce(
+            tensor.data_ptr(), tensor.numel(), dtype, number, seconds, False
         )
         return Reduction(handle, tensor)
 

@@ -36,16 +36,11 @@ class LocalWork(ABC):
         return False
 
 
-def all_reduce(
-    group: dist.ProcessGroup, tensor: Tensor, *, average: bool = False, in_background: bool = True
-) -> Work:
-    """Start summing, or averaging, ``tensor`` in place over the ranks of ``group``.
-
-    Unless ``in_background``, a group that can leaves it to who waits.
-    """
+def all_reduce(group: dist.ProcessGroup, tensor: Tensor, *, average: bool = False) -> Work:
+    """Start summing, or averaging, ``tensor`` in place over the ranks of ``group``."""
     if shares_memory(group) and tensor.layout is torch.strided and tensor.is_cpu:
         flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        return group.start_average(flat, average=average, in_background=in_background)
+        return group.start_average(flat, average=average)
     options = dist.AllreduceOptions()
     if average:
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)

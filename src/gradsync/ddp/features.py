@@ -273,7 +273,7 @@ class Features(TorchSurface, Joinable):
     def _setup_in_backward_optimizers(self) -> None:
         """Run the optimizers of parameters that are marked to be stepped in the backward."""
         if overlap_optim.take_hooks_off(self._module_parameters):
-            self.reducer.queue.call_when_reduced(overlap_optim.step)
+            self.reducer.queue.on_reduced = overlap_optim.step
 
     def _register_fused_optim(
         self,

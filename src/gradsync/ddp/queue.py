@@ -47,7 +47,7 @@ class BucketQueue:
     def set_group(self, group: dist.ProcessGroup, hook: CommHook | None, *, alone: bool) -> None:
         """Reduce over ``group``, by ``hook`` if there is one; ``alone`` if nothing is to reduce."""
         self.group = group
-        self.reduction = hook or Summation(group, overlaps=self.on_reduced is not None)
+        self.reduction = hook or Summation(group)
         # A hook may do anything with its buffer, such as resize it: shared memory cannot be.
         self.packing.memory = (
             group.symmetric_empty if hook is None and shares_memory(group) else None
@@ -55,12 +55,6 @@ class BucketQueue:
         self.packing.by_shape = hook is None
         self.alone = alone or (group.size() == 1 and not is_foreign(group) and hook is None)
         self.set_divisor(group.size())
-
-    def call_when_reduced(self, on_reduced: Callable[[Sequence[Slot]], None]) -> None:
-        """Let ``on_reduced`` have the slots of each bucket, while the backward still runs."""
-        self.on_reduced = on_reduced
-        if isinstance(self.reduction, Summation):
-            self.reduction.overlaps = True
 
     def set_divisor(self, ranks: float) -> None:
         """What the gradients of the next step are divided by, unless a hook does it."""

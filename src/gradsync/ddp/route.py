@@ -57,17 +57,10 @@ class Summation:
     """Sums buckets over the ranks; small ones by the route that is faster here.
 
     The last bucket of a step is the one that is timed: nothing is left to overlap it with.
-
-    [Note: no idle core] In shared memory a reduction is work for the cores and nothing else: where
-    all of them compute, nothing is hidden behind the backward. One that copies goes in chunks, for
-    each of which the ranks meet, and at each meeting threads in the background change places with
-    those that compute. So there it is left to the end of the backward, unless ``overlaps`` is
-    set, for who wants buckets as they come. In symmetric memory it makes no difference.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, overlaps: bool = False) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.overlaps = overlaps or not shares_memory(group) or group.has_idle_cores()
         is_gloo = not is_foreign(group) and not shares_memory(group) and group.name() == "gloo"
         self._two_ways = group.size() == 2 and is_gloo
         self._theirs: dict[int, Tensor] = {}  # by bucket
@@ -92,9 +85,7 @@ class Summation:
             self._count_step()
         payload = bucket.payload
         if not exchanges or not _is_small(bucket):
-            return all_reduce(
-                self.group, payload, average=bucket.is_averaged, in_background=self.overlaps
-            )
+            return all_reduce(self.group, payload, average=bucket.is_averaged)
         theirs = self._theirs.get(bucket.index)
         if theirs is None or theirs.shape != payload.shape or theirs.dtype != payload.dtype:
             self._theirs[bucket.index] = theirs = torch.empty_like(payload)
