@@ -12,7 +12,7 @@ namespace gradsync {
 
 constexpr std::size_t kPieceBytes = 32 * 1024;  // of a reduction in place, at a time
 // Of one through slots, at a time: with the slots of all ranks it stays in the second-level cache.
-constexpr std::size_t kChunkBytes = 128 * 1024;
+constexpr std::size_t kChunkBytes = 512 * 1024;
 constexpr std::size_t kNoChunk = std::numeric_limits<std::size_t>::max();
 
 // The part of `count` elements that a rank reduces, cut at cache lines; in place it is done by pieces.

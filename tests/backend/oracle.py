@@ -17,7 +17,7 @@ ARITHMETIC = (Op.SUM, Op.AVG, Op.PRODUCT, Op.MIN, Op.MAX)
 BITWISE = (Op.BAND, Op.BOR, Op.BXOR)
 
 SMALL = 32 * 1024  # bytes: up to here one exchange does it all
-CHUNK = 128 * 1024  # bytes of an all-reduce that go in one piece beyond it, at most
+CHUNK = 512 * 1024  # bytes of an all-reduce that go in one piece beyond it, at most
 SLOT = 1024 * 1024  # and of the others
 
 
