@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from gradsync.testing import WorkerPool
@@ -15,6 +16,10 @@ from gradsync.testing import WorkerPool
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background jobs so, and the programs that tests interrupt would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Hypothesis fails an example that takes 200 ms, which on a busy machine says nothing about it.
+hypothesis.settings.register_profile("gradsync", deadline=None)
+hypothesis.settings.load_profile("gradsync")
 
 _SHARED_MEMORY = Path("/dev/shm")
 _OUR_SEGMENTS = ("gradsync", "torch_")

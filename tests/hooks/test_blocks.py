@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from torch import Tensor
@@ -82,7 +82,6 @@ def close(a: Tensor, b: Tensor, buffers: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(case=steps([]) | steps(UNDEFINED))
-@settings(deadline=None)
 def test_what_is_sent_received_and_left_is_the_same_as_with_torch(
     dtype: torch.dtype, case: tuple[Layout, list[Tensor]]
 ) -> None:
@@ -105,7 +104,6 @@ def test_what_is_sent_received_and_left_is_the_same_as_with_torch(
 
 @pytest.mark.parametrize("make", [native, with_torch])
 @given(case=steps([]))
-@settings(deadline=None)
 def test_what_is_sent_and_what_is_left_are_all_that_came(
     make: Maker, case: tuple[Layout, list[Tensor]]
 ) -> None:
@@ -123,7 +121,6 @@ def test_what_is_sent_and_what_is_left_are_all_that_came(
 
 @pytest.mark.parametrize("make", [native, with_torch])
 @given(case=steps(UNDEFINED))
-@settings(deadline=None)
 def test_a_block_that_is_undefined_arrives_so_and_leaves_nothing(
     make: Maker, case: tuple[Layout, list[Tensor]]
 ) -> None:
@@ -143,7 +140,6 @@ def test_a_block_that_is_undefined_arrives_so_and_leaves_nothing(
 
 @pytest.mark.parametrize("make", [native, with_torch])
 @given(case=steps([]))
-@settings(deadline=None)
 def test_elements_between_the_parameters_and_the_rest_of_blocks_stay_as_they_are(
     make: Maker, case: tuple[Layout, list[Tensor]]
 ) -> None:
@@ -161,7 +157,6 @@ def test_elements_between_the_parameters_and_the_rest_of_blocks_stay_as_they_are
 
 
 @given(case=steps([]) | steps(UNDEFINED))
-@settings(deadline=None)
 def test_a_mean_that_is_quantised_again_is_the_same_as_with_torch(
     case: tuple[Layout, list[Tensor]],
 ) -> None:
@@ -188,7 +183,6 @@ def test_a_mean_that_is_quantised_again_is_the_same_as_with_torch(
 
 
 @given(case=steps([]))
-@settings(deadline=None)
 def test_what_becomes_of_a_parameter_does_not_depend_on_its_neighbours(
     case: tuple[Layout, list[Tensor]],
 ) -> None:
@@ -222,7 +216,6 @@ def there_and_back(make: Maker, values: Tensor, block: int) -> Tensor:
 
 @pytest.mark.parametrize("make", [native, with_torch])
 @given(case=whole_blocks(FINITE))
-@settings(deadline=None)
 def test_the_error_is_at_most_half_a_step_of_the_block_and_the_largest_element_comes_back(
     make: Maker, case: tuple[Tensor, int]
 ) -> None:
@@ -236,7 +229,6 @@ def test_the_error_is_at_most_half_a_step_of_the_block_and_the_largest_element_c
 
 @pytest.mark.parametrize("make", [native, with_torch])
 @given(case=whole_blocks(FINITE))
-@settings(deadline=None)
 def test_what_has_come_back_once_comes_back_the_same(make: Maker, case: tuple[Tensor, int]) -> None:
     once = there_and_back(make, *case)
     twice = there_and_back(make, once.flatten(), case[1])
@@ -245,7 +237,6 @@ def test_what_has_come_back_once_comes_back_the_same(make: Maker, case: tuple[Te
 
 @pytest.mark.parametrize("make", [native, with_torch])
 @given(case=whole_blocks(FINITE | st.sampled_from(UNDEFINED)))
-@settings(deadline=None)
 def test_a_block_with_an_undefined_or_infinite_element_comes_back_as_such(
     make: Maker, case: tuple[Tensor, int]
 ) -> None:
