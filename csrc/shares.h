@@ -11,7 +11,7 @@
 namespace gradsync {
 
 constexpr std::size_t kPieceBytes = 32 * 1024;  // of a reduction in place, at a time
-// Of one through slots, at a time: with the slots of all ranks it stays in the second-level cache.
+// Of one through slots, at a time: ranks meet for each, and more does not stay in a second-level cache.
 constexpr std::size_t kChunkBytes = 512 * 1024;
 constexpr std::size_t kNoChunk = std::numeric_limits<std::size_t>::max();
 
