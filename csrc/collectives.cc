@@ -9,6 +9,9 @@
 namespace gradsync {
 namespace {
 
+constexpr std::chrono::microseconds kMoment{20};      // longer than a piece takes in a cache
+constexpr std::size_t kCacheBytes = 4 * 1024 * 1024;  // of a tensor that a core may have in its caches
+
 bool gives_pieces(Kind kind) {
   return kind == Kind::kReduceScatter || kind == Kind::kAllToAll || kind == Kind::kScatter;
 }
@@ -17,21 +20,40 @@ std::size_t bytes_of(const Op& op) {
   return op.announcement.count * size_of(op.announcement.dtype);
 }
 
-// Takes the next piece of a share, each once whoever asks; false if none is left. The word has the
-// number of the collective in front, so that it needs no one to set it back. What is read was there before
-// the tick, what is written is read when all pieces are counted; all that it has to order is that who
-// finds a piece taken knows who has begun.
+// What is taken of a share: the number of the collective, and behind it how many pieces. So it needs no one
+// to set it back. What is read was there before the tick, what is written is read when all pieces are counted;
+// all that it has to order is that who finds a piece taken knows who has begun.
+constexpr int kCountBits = 24;  // 512 GiB in pieces, and 2^40 collectives
+
+std::size_t count_taken(std::uint64_t taken, std::uint64_t sequence) {
+  const std::uint64_t none = sequence << kCountBits;
+  return taken > none ? taken - none : 0;
+}
+
+// Takes the next piece of a share, each once whoever asks; false if none is left.
 bool take_piece(std::atomic<std::uint64_t>& taken, std::uint64_t sequence, std::size_t pieces,
                 std::size_t& piece) {
-  constexpr int kCountBits = 24;  // 512 GiB in pieces, and 2^40 collectives
-  const std::uint64_t none = sequence << kCountBits;
   std::uint64_t seen = taken.load(std::memory_order_acquire);
   do {
-    piece = seen > none ? seen - none : 0;
+    piece = count_taken(seen, sequence);
     if (piece >= pieces) return false;
-  } while (!taken.compare_exchange_weak(seen, none + piece + 1, std::memory_order_acq_rel,
-                                        std::memory_order_acquire));
+  } while (!taken.compare_exchange_weak(seen, (sequence << kCountBits) + piece + 1,
+                                        std::memory_order_acq_rel, std::memory_order_acquire));
   return true;
+}
+
+// Is there anything of another rank's share to take, and has it not taken any for a moment?
+bool needs_help(const std::atomic<std::uint64_t>& taken, std::uint64_t sequence, std::size_t pieces,
+                std::chrono::microseconds moment) {
+  Spin spinning(moment);
+  std::size_t before = 0;
+  while (true) {
+    const std::size_t count = count_taken(taken.load(std::memory_order_acquire), sequence);
+    if (count >= pieces) return false;
+    if (count != before) spinning = Spin(moment);
+    before = count;
+    if (!spinning.again()) return true;
+  }
 }
 
 }  // namespace
@@ -332,6 +354,11 @@ void Collectives::map_new(Op& op) {
 // are done, and leaves behind who had none: those come, find nothing left to do, and go on as well.
 // Nobody gets further ahead than to the next announcement, where all wait for all. A rank that has given
 // up on this collective may use its memory for something else: who sees that does not begin.
+//
+// [Note: at home] A rank's share is still in the caches of its core, if it is not much. A piece that another
+// takes has to come from there and goes back the next time, which takes longer than to wait for it; both ranks
+// are late then, by turns, and so it goes on. So who takes its own pieces is not helped. Where there are more
+// ranks than cores, or more bytes than a cache holds, nothing is lost by it, and nobody waits.
 void Collectives::reduce_in_place(Op& op) {
   const Announcement& a = op.announcement;
   const Errand errand{&a, op.deadline};
@@ -357,13 +384,17 @@ void Collectives::reduce_pieces(const Op& op) {
                       : mappings_[static_cast<std::size_t>(rank)].find(other.symmetric)->data() + other.offset;
   }
   const Reduction reduction{a.dtype, a.op, parts.data(), world, parts.data(), world};
+  const bool at_home = !patience_.yields && bytes_of(op) <= kCacheBytes;
+  const auto moment = at_home ? std::min(kMoment, patience_.spin) : std::chrono::microseconds{0};
   std::uint32_t done = 0;
   members_.begin_pieces(a.sequence);
   for (int i = 0; i < world; ++i) {
     const int rank = (members_.rank() + i) % world;
     const Share share(a.count, size_of(a.dtype), rank, world);
+    const std::size_t pieces = share.pieces();
+    auto& taken = members_.line(rank).taken;
     std::size_t piece;
-    while (take_piece(members_.line(rank).taken, a.sequence, share.pieces(), piece)) {
+    while ((i == 0 || needs_help(taken, a.sequence, pieces, moment)) && take_piece(taken, a.sequence, pieces, piece)) {
       probe(Phase::kTaken);
       const std::size_t begin = share.begin + piece * share.piece;
       reduce(reduction, begin, std::min(share.end, begin + share.piece));
