@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <limits>
 
 #include "probe.h"
 
@@ -12,7 +11,6 @@ namespace {
 
 constexpr std::chrono::microseconds kMoment{20};      // longer than a piece takes in a cache
 constexpr std::size_t kCacheBytes = 4 * 1024 * 1024;  // of a tensor that a core may have in its caches
-constexpr std::size_t kNoPiece = std::numeric_limits<std::size_t>::max();
 
 bool gives_pieces(Kind kind) {
   return kind == Kind::kReduceScatter || kind == Kind::kAllToAll || kind == Kind::kScatter;
@@ -44,16 +42,14 @@ bool take_piece(std::atomic<std::uint64_t>& taken, std::uint64_t sequence, std::
   return true;
 }
 
-// Is there anything of another rank's share to take, and does that rank not run? It does if it takes pieces
-// itself: within a moment, and beyond those that are `known` to be taken.
+// Is there anything of another rank's share to take, and has it not taken any for a moment?
 bool needs_help(const std::atomic<std::uint64_t>& taken, std::uint64_t sequence, std::size_t pieces,
-                std::size_t known, std::chrono::microseconds moment) {
+                std::chrono::microseconds moment) {
   Spin spinning(moment);
   std::size_t before = 0;
   while (true) {
     const std::size_t count = count_taken(taken.load(std::memory_order_acquire), sequence);
     if (count >= pieces) return false;
-    if (count == known) return true;
     if (count != before) spinning = Spin(moment);
     before = count;
     if (!spinning.again()) return true;
@@ -397,11 +393,9 @@ void Collectives::reduce_pieces(const Op& op) {
     const Share share(a.count, size_of(a.dtype), rank, world);
     const std::size_t pieces = share.pieces();
     auto& taken = members_.line(rank).taken;
-    std::size_t piece, known = kNoPiece;
-    while ((i == 0 || needs_help(taken, a.sequence, pieces, known, moment)) &&
-           take_piece(taken, a.sequence, pieces, piece)) {
+    std::size_t piece;
+    while ((i == 0 || needs_help(taken, a.sequence, pieces, moment)) && take_piece(taken, a.sequence, pieces, piece)) {
       probe(Phase::kTaken);
-      known = piece + 1;
       const std::size_t begin = share.begin + piece * share.piece;
       reduce(reduction, begin, std::min(share.end, begin + share.piece));
       ++done;

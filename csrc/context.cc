@@ -9,8 +9,7 @@
 namespace gradsync {
 namespace {
 
-constexpr std::chrono::microseconds kCallerSpin{120};    // longer than it takes to wake a sleeper
-constexpr std::chrono::microseconds kCallerLinger{1000};  // ... than a virtual machine takes a core away, as a rule
+constexpr std::chrono::microseconds kCallerSpin{120};  // longer than it takes to wake a sleeper
 constexpr std::chrono::microseconds kWorkerSpin{4};
 constexpr std::chrono::milliseconds kSlice{100};
 constexpr int kAsks = 16;
@@ -28,7 +27,7 @@ Context::Context(Segment segment, int rank, std::vector<Peer> peers, std::uint64
     : members_(std::move(segment), rank, std::move(peers), nonce_a, nonce_b, is_founder),
       collectives_(members_),
       messages_(members_, members_.world() > cores()),
-      waiting_{kCallerSpin, members_.world() > cores(), kCallerLinger, {}},
+      waiting_{kCallerSpin, members_.world() > cores(), {}},
       owner_(::getpid()) {}
 
 bool Context::is_owned_here() const { return ::getpid() == owner_; }
@@ -66,7 +65,7 @@ void Context::wait(const std::shared_ptr<Op>& op, const Interrupted& interrupted
   std::unique_lock<std::mutex> lock(mutex_);
   while (!op->is_done) {
     if (!is_running_) {
-      run_until(lock, op.get(), {waiting_.spin, waiting_.yields, waiting_.linger, interrupted});
+      run_until(lock, op.get(), {waiting_.spin, waiting_.yields, interrupted});
     } else if (changed_.wait_for(lock, kSlice) == std::cv_status::timeout && interrupted) {
       lock.unlock();  // it takes Python's lock, which a thread may hold that comes for ours
       if (interrupted()) {
@@ -168,7 +167,7 @@ void Context::work() {
   while (true) {
     work_.wait(lock, [this] { return is_closing_ || (is_wanted_ && !queue_.empty() && !is_running_); });
     if (is_closing_) return;
-    run_until(lock, nullptr, {kWorkerSpin, false, {}, {}});
+    run_until(lock, nullptr, {kWorkerSpin, false, {}});
     is_wanted_ = false;
   }
 }

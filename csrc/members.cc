@@ -116,7 +116,7 @@ void Members::await_pieces(std::uint64_t sequence, std::uint32_t all, const Erra
 template <typename HasCome>
 void Members::await(Tally& tally, std::uint32_t count, const HasCome& has_come, const Errand& errand,
                     const Patience& patience) {
-  Spin spinning(patience.spin, patience.yields, patience.linger);
+  Spin spinning(patience.spin, patience.yields);
   bool has_slept = false;
   while (true) {
     const std::uint32_t seen = tally.count.load(std::memory_order_acquire);

@@ -3,7 +3,6 @@
 #include <linux/futex.h>
 #include <poll.h>
 #include <sched.h>
-#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -32,14 +31,6 @@ inline void pause() {
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
-}
-
-// Has another taken the core from this thread since it last asked?
-bool is_displaced() {
-  thread_local long before = 0;
-  rusage usage{};
-  ::getrusage(RUSAGE_THREAD, &usage);
-  return std::exchange(before, usage.ru_nivcsw) != usage.ru_nivcsw;
 }
 
 }  // namespace
@@ -72,10 +63,7 @@ bool Spin::again() {
     return Clock::now() - start_ < limit_;
   }
   for (int i = 0; i < 16; ++i) pause();
-  if (turns_ % 8 != 0 || Clock::now() - start_ < limit_) return true;
-  if (limit_ >= linger_ || is_displaced()) return false;
-  limit_ = linger_;
-  return true;
+  return turns_ % 8 != 0 || Clock::now() - start_ < limit_;
 }
 
 std::uint64_t start_time(std::int64_t pid) {

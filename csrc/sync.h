@@ -20,7 +20,6 @@ using Interrupted = std::function<bool()>;
 struct Patience {
   std::chrono::microseconds spin{0};
   bool yields = false;  // spin by giving the core to others: what is waited for may need it
-  std::chrono::microseconds linger{0};  // spin for so long if nobody else has wanted the core of late
   Interrupted interrupted;
 };
 
@@ -39,14 +38,13 @@ bool sleep_on(std::atomic<std::uint32_t>& word, std::uint32_t seen,
 // Spinning, for as long as it pays.
 class Spin {
  public:
-  explicit Spin(std::chrono::microseconds limit, bool yields = false, std::chrono::microseconds linger = {})
-      : limit_(limit), yields_(yields), linger_(linger) {}
+  explicit Spin(std::chrono::microseconds limit, bool yields = false)
+      : limit_(limit), yields_(yields) {}
   bool again();
 
  private:
   std::chrono::microseconds limit_;
   bool yields_;
-  std::chrono::microseconds linger_;
   int turns_ = 0;
   Clock::time_point start_;
 };

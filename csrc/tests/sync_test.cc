@@ -1,12 +1,10 @@
 #include "../sync.h"
 
-#include <sched.h>
 #include <signal.h>
 #include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <functional>
 #include <thread>
 
 #include "../error.h"
@@ -111,42 +109,6 @@ TEST(spinning_ends) {
   while (some.again()) continue;
   CHECK(Clock::now() - start >= 200us);
   CHECK(Clock::now() - start < 5s);
-}
-
-Clock::duration time_of(Spin spin) {
-  const auto start = Clock::now();
-  while (spin.again()) continue;
-  return Clock::now() - start;
-}
-
-TEST(spinning_lingers_while_nobody_else_wants_the_core) {
-  bool has_lingered = false;
-  for (int i = 0; i < 1000 && !has_lingered; ++i) has_lingered = time_of(Spin(100us, false, 2ms)) >= 2ms;
-  CHECK(has_lingered);
-}
-
-// Two threads that may run on one core only, and both want it.
-TEST(spinning_does_not_linger_on_a_core_that_others_want) {
-  cpu_set_t allowed, one;
-  CHECK(::sched_getaffinity(0, sizeof allowed, &allowed) == 0);
-  CPU_ZERO(&one);
-  for (int core = 0; core < CPU_SETSIZE && CPU_COUNT(&one) == 0; ++core) {
-    if (CPU_ISSET(core, &allowed)) CPU_SET(core, &one);
-  }
-  std::atomic<bool> is_over{false};
-  const auto on_one_core = [&](const std::function<void()>& body) {
-    return std::thread([&one, body] {
-      CHECK(::sched_setaffinity(0, sizeof one, &one) == 0);
-      body();
-    });
-  };
-  std::thread other = on_one_core([&] { while (!is_over) continue; });
-  std::thread spinner = on_one_core([&] {
-    CHECK(time_of(Spin(200ms, false, 60s)) < 30s);
-    is_over = true;
-  });
-  spinner.join();
-  other.join();
 }
 
 TEST(the_life_of_a_process_ends_when_it_is_killed_also_before_it_is_waited_for) {
