@@ -9,7 +9,6 @@
 namespace gradsync {
 namespace {
 
-constexpr std::chrono::microseconds kMoment{20};      // longer than a piece takes in a cache
 constexpr std::size_t kCacheBytes = 4 * 1024 * 1024;  // of a tensor that a core may have in its caches
 
 bool gives_pieces(Kind kind) {
@@ -40,20 +39,6 @@ bool take_piece(std::atomic<std::uint64_t>& taken, std::uint64_t sequence, std::
   } while (!taken.compare_exchange_weak(seen, (sequence << kCountBits) + piece + 1,
                                         std::memory_order_acq_rel, std::memory_order_acquire));
   return true;
-}
-
-// Is there anything of another rank's share to take, and has it not taken any for a moment?
-bool needs_help(const std::atomic<std::uint64_t>& taken, std::uint64_t sequence, std::size_t pieces,
-                std::chrono::microseconds moment) {
-  Spin spinning(moment);
-  std::size_t before = 0;
-  while (true) {
-    const std::size_t count = count_taken(taken.load(std::memory_order_acquire), sequence);
-    if (count >= pieces) return false;
-    if (count != before) spinning = Spin(moment);
-    before = count;
-    if (!spinning.again()) return true;
-  }
 }
 
 }  // namespace
@@ -357,8 +342,9 @@ void Collectives::map_new(Op& op) {
 //
 // [Note: at home] A rank's share is still in the caches of its core, if it is not much. A piece that another
 // takes has to come from there and goes back the next time, which takes longer than to wait for it; both ranks
-// are late then, by turns, and so it goes on. So who takes its own pieces is not helped. Where there are more
-// ranks than cores, or more bytes than a cache holds, nothing is lost by it, and nobody waits.
+// are late then, by turns, and so it goes on. So who is done waits first, for as long as its own share has
+// taken: who runs is done by then. Where there are more ranks than cores, or more bytes than a cache holds,
+// nothing is lost by helping, and nobody waits.
 void Collectives::reduce_in_place(Op& op) {
   const Announcement& a = op.announcement;
   const Errand errand{&a, op.deadline};
@@ -384,17 +370,15 @@ void Collectives::reduce_pieces(const Op& op) {
                       : mappings_[static_cast<std::size_t>(rank)].find(other.symmetric)->data() + other.offset;
   }
   const Reduction reduction{a.dtype, a.op, parts.data(), world, parts.data(), world};
-  const bool at_home = !patience_.yields && bytes_of(op) <= kCacheBytes;
-  const auto moment = at_home ? std::min(kMoment, patience_.spin) : std::chrono::microseconds{0};
   std::uint32_t done = 0;
   members_.begin_pieces(a.sequence);
+  const auto start = Clock::now();
   for (int i = 0; i < world; ++i) {
+    if (i == 1) leave_to_owners(op, Clock::now() - start);
     const int rank = (members_.rank() + i) % world;
     const Share share(a.count, size_of(a.dtype), rank, world);
-    const std::size_t pieces = share.pieces();
-    auto& taken = members_.line(rank).taken;
     std::size_t piece;
-    while ((i == 0 || needs_help(taken, a.sequence, pieces, moment)) && take_piece(taken, a.sequence, pieces, piece)) {
+    while (take_piece(members_.line(rank).taken, a.sequence, share.pieces(), piece)) {
       probe(Phase::kTaken);
       const std::size_t begin = share.begin + piece * share.piece;
       reduce(reduction, begin, std::min(share.end, begin + share.piece));
@@ -402,6 +386,22 @@ void Collectives::reduce_pieces(const Op& op) {
     }
   }
   members_.add_pieces(a.sequence, done, pieces_);
+}
+
+// [Note: at home]: waits until the others have taken all pieces of their shares, or `own_time` is over.
+void Collectives::leave_to_owners(const Op& op, Clock::duration own_time) {
+  const Announcement& a = op.announcement;
+  if (patience_.yields || bytes_of(op) > kCacheBytes) return;
+  const auto all_taken = [&] {
+    for (int rank = 0; rank < members_.world(); ++rank) {
+      const Share share(a.count, size_of(a.dtype), rank, members_.world());
+      const std::uint64_t taken = members_.line(rank).taken.load(std::memory_order_acquire);
+      if (count_taken(taken, a.sequence) < share.pieces()) return false;
+    }
+    return true;
+  };
+  Spin spinning(std::min(std::chrono::ceil<std::chrono::microseconds>(own_time), patience_.spin));
+  while (!all_taken() && spinning.again()) continue;
 }
 
 Chunks Collectives::chunks_of(const Op& op) const {

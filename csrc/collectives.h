@@ -72,6 +72,7 @@ class Collectives {
   void exchange(Op& op);
   void reduce_in_place(Op& op);
   void reduce_pieces(const Op& op);
+  void leave_to_owners(const Op& op, Clock::duration own_time);
   void reduce_through_slots(Op& op);
   Chunks chunks_of(const Op& op) const;
   bool any_symmetric(const Op& op);
