@@ -33,7 +33,7 @@ help: ## Show this list
 
 setup: $(READY) ## Create .venv and install gradsync into it, once
 
-$(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*.*)
+$(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*.* csrc/python/*.*)
 	@test -x $(BIN)/python || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "Installing gradsync and its tools into $(VENV) (torch is large: this can take minutes)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \

@@ -11,8 +11,9 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "gradsync.backend._native",
-            sorted(glob("csrc/*.cc")),
-            depends=sorted(glob("csrc/*.h") + glob("csrc/*.inl")),
+            sorted(glob("csrc/*.cc") + glob("csrc/python/*.cc")),
+            include_dirs=["csrc"],
+            depends=sorted(glob("csrc/*.h") + glob("csrc/*.inl") + glob("csrc/python/*.h")),
             cxx_std=17,
             # The same numbers on every machine: no fused multiply-add where it happens to exist.
             extra_compile_args=["-O3", "-ffp-contract=off", "-Wall", "-Wextra", "-pthread"],

@@ -1,6 +1,7 @@
-"""The native part: csrc/bindings.cc."""
+"""The native part: csrc/python/bindings.cc."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from enum import IntEnum
 
 ANY_SOURCE: int
@@ -152,9 +153,7 @@ class Context:
         seconds: float,
         in_background: bool,
     ) -> Op: ...
-    def all_reduce(
-        self, address: int, count: int, dtype: int, op: int, seconds: float, waits: bool
-    ) -> Op | None: ...
+    def all_reduce(self, address: int, count: int, dtype: int, op: int, seconds: float) -> Op: ...
     def agree(self, text: str, seconds: float, in_background: bool) -> Op: ...
     def message(
         self,
@@ -176,3 +175,15 @@ class Context:
     @property
     def issued(self) -> int: ...
     def counters(self) -> dict[str, int]: ...
+
+class TorchCall:
+    def __init__(
+        self,
+        table: object,
+        ops: Mapping[int, int],
+        no_timeout: timedelta,
+        is_profiling: Callable[[], bool],
+    ) -> None: ...
+    def all_reduce(
+        self, context: Context, tensors: object, options: object, seconds: float
+    ) -> bool: ...

@@ -9,21 +9,24 @@ from torch import Tensor
 from gradsync.backend._native import ReduceOp
 from gradsync.errors import ArgumentError
 
-REDUCE_OPS = {  # by number, which is quicker to look up
-    dist.ReduceOp.SUM.value: ReduceOp.SUM,
-    dist.ReduceOp.AVG.value: ReduceOp.AVG,
-    dist.ReduceOp.PRODUCT.value: ReduceOp.PRODUCT,
-    dist.ReduceOp.MIN.value: ReduceOp.MIN,
-    dist.ReduceOp.MAX.value: ReduceOp.MAX,
-    dist.ReduceOp.BAND.value: ReduceOp.BAND,
-    dist.ReduceOp.BOR.value: ReduceOp.BOR,
-    dist.ReduceOp.BXOR.value: ReduceOp.BXOR,
+REDUCE_OPS = {  # by their hashes, which are their numbers and quick to look up
+    hash(dist.ReduceOp(theirs)): ours
+    for theirs, ours in (
+        (dist.ReduceOp.SUM, ReduceOp.SUM),
+        (dist.ReduceOp.AVG, ReduceOp.AVG),
+        (dist.ReduceOp.PRODUCT, ReduceOp.PRODUCT),
+        (dist.ReduceOp.MIN, ReduceOp.MIN),
+        (dist.ReduceOp.MAX, ReduceOp.MAX),
+        (dist.ReduceOp.BAND, ReduceOp.BAND),
+        (dist.ReduceOp.BOR, ReduceOp.BOR),
+        (dist.ReduceOp.BXOR, ReduceOp.BXOR),
+    )
 }
 
 
 def reduce_op(opts: Any) -> ReduceOp | None:
     """Ours for torch's; None if there is none."""
-    return REDUCE_OPS.get(opts.reduceOp.op.value)
+    return REDUCE_OPS.get(hash(opts.reduceOp))
 
 
 def only(items: Any) -> Any:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._autograd import _profiler_enabled
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -48,7 +47,7 @@ from gradsync.backend.shared_memory import (
     symmetric_empty,
     together,
 )
-from gradsync.backend.work import All, DoneWork, SharedMemoryWork
+from gradsync.backend.work import All, SharedMemoryWork
 from gradsync.errors import ArgumentError, StateError
 
 
@@ -120,17 +119,12 @@ class SharedMemoryGroup(GroupBase):
         self, tensors: Sequence[Tensor] | Tensor, opts: AllreduceOptions | None = None
     ) -> Work:
         opts = opts or AllreduceOptions()
+        memory = self._memory
+        if memory is not None and memory.all_reduce_now(tensors, opts, self.timeout_seconds):
+            return None
         tensor = only(tensors)
         op = reduce_op(opts)
-        if (
-            self._memory is not None
-            and op is not None
-            and not opts.asyncOp
-            and not _profiler_enabled()
-            and self._memory.all_reduce_now(tensor, op, self._seconds(opts))
-        ):
-            return DoneWork([tensor])
-        ways = self._memory or self._hierarchy
+        ways = memory or self._hierarchy
         if ways is None or op is None or not self._reduces(tensor, op):
             return self._by_engine("allreduce", [tensor], opts=opts)
         started = ways.all_reduce(tensor, op, self._seconds(opts), later=opts.asyncOp)
@@ -412,11 +406,9 @@ def _last(works: Sequence[Work]) -> Work:
     """One work for several that are done in order."""
     assert works, "a coalesced collective has at least one tensor"
     last = works[-1]
-    if len(works) == 1 or not isinstance(last, SharedMemoryWork | DoneWork):
+    if len(works) == 1 or not isinstance(last, SharedMemoryWork):
         return last
     outputs = [tensor for work in works for tensor in work.result()]
-    if isinstance(last, DoneWork):
-        return DoneWork(outputs)
     return SharedMemoryWork(All(works), outputs, None, None, last.notifier)
 
 

@@ -6,9 +6,12 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
+from torch._C._distributed_c10d import AllreduceOptions
 
 from gradsync.backend import _native
 from gradsync.backend._native import DType, Kind, ReduceOp
+from gradsync.backend.arguments import REDUCE_OPS
 from gradsync.backend.places import Places, in_place, one, plain, to_fill
 from gradsync.backend.work import All, Finish, Handle, translate
 from gradsync.errors import ArgumentError
@@ -63,13 +66,22 @@ def can_reduce(tensor: Tensor, op: ReduceOp) -> bool:
     return dtype is not None and _native.can_reduce(dtype, op)
 
 
-# What goes the short way: the native numbers of a dtype and an operation.
+# The native numbers of a dtype and an operation, where there is a kernel.
 SHORT = {
     (dtype, op): (int(native), int(op))
     for dtype, native in DTYPES.items()
     for op in ReduceOp
     if _native.can_reduce(native, op)
 }
+
+
+# What takes a whole call of torch's: neither of us has to look into it in Python.
+TORCH_CALL = _native.TorchCall(
+    getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),  # since torch 2.10
+    {number: int(op) for number, op in REDUCE_OPS.items()},
+    AllreduceOptions().timeout,
+    _profiler_enabled,
+)
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -95,8 +107,7 @@ class Reduction:
 
     __slots__ = ("handle", "tensor")
 
-    def __init__(self, handle: _native.Op | None, tensor: Tensor) -> None:
-        assert handle is not None, "one that is waited for gives no handle"
+    def __init__(self, handle: _native.Op, tensor: Tensor) -> None:
         self.handle = handle
         self.tensor = tensor
 
@@ -193,23 +204,17 @@ class SharedMemory:
                 f"{error}."
             ) from error
 
-    def all_reduce_now(self, tensor: Tensor, op: ReduceOp, seconds: float) -> bool:
-        """Reduce ``tensor`` in place and wait for it; False if it cannot go this short way."""
-        numbers = SHORT.get((tensor.dtype, op))
-        if numbers is None or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
-            return False
+    def all_reduce_now(self, tensors: object, opts: AllreduceOptions, seconds: float) -> bool:
+        """What torch asks of ``allreduce``, if it is plain, and waited for; False if it is not."""
         try:
-            self.context.all_reduce(tensor.data_ptr(), tensor.numel(), *numbers, seconds, True)
+            return TORCH_CALL.all_reduce(self.context, tensors, opts, seconds)
         except Exception as error:
             raise translate(error) from error
-        return True
 
     def start_all_reduce(self, tensor: Tensor, op: ReduceOp, seconds: float) -> "Reduction":
         """Begin to reduce a contiguous ``tensor`` in place, of a dtype that has a kernel."""
         dtype, number = SHORT[tensor.dtype, op]
-        handle = self.context.all_reduce(
-            tensor.data_ptr(), tensor.numel(), dtype, number, seconds, False
-        )
+        handle = self.context.all_reduce(tensor.data_ptr(), tensor.numel(), dtype, number, seconds)
         return Reduction(handle, tensor)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, seconds: float, *, later: bool) -> Started:

@@ -183,44 +183,6 @@ class SharedMemoryWork(dist.Work):
             self._future.set_result(self._outputs)
 
 
-@leave_alone
-class DoneWork(dist.Work):
-    """An operation that was waited for before torch could ask."""
-
-    def __init__(self, outputs: list[Tensor]) -> None:
-        super().__init__()
-        self._outputs = outputs
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return at once."""
-        return True
-
-    def is_completed(self) -> bool:
-        """It is."""
-        return True
-
-    def is_success(self) -> bool:
-        """It was one."""
-        return True
-
-    def exception(self) -> None:
-        """Nothing went wrong."""
-        return
-
-    def synchronize(self) -> None:
-        """Nothing is left to wait for."""
-
-    def result(self) -> list[Tensor]:
-        """The tensors that were filled."""
-        return self._outputs
-
-    def get_future(self) -> "torch.futures.Future[list[Tensor]]":
-        """A future that is complete."""
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        future.set_result(self._outputs)
-        return future
-
-
 class All:
     """Several operations as one. They are works, or what works wait for."""
 

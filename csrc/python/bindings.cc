@@ -3,51 +3,19 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <cmath>
 #include <optional>
 
 #include "context.h"
+#include "persistent.h"
 #include "probe.h"
 #include "quantise.h"
+#include "requests.h"
+#include "torch_call.h"
 
 namespace py = pybind11;
 
 namespace gradsync {
 namespace {
-
-using Address = std::uintptr_t;
-
-Deadline after(double seconds) {
-  constexpr double kLongest = 3e8;  // ten years: beyond, the clock's type ends
-  const double bounded = std::fmin(std::fmax(seconds, 0.0), kLongest);
-  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(bounded));
-}
-
-// Lets Python's signal handlers run. The handler's exception stays set for translate_interrupt.
-bool is_interrupted() {
-  py::gil_scoped_acquire gil;
-  return PyErr_CheckSignals() != 0;
-}
-
-// Waits without the interpreter's lock.
-template <typename Thing>
-void wait(Context& context, const std::shared_ptr<Thing>& thing) {
-  if (!thing->is_done.load(std::memory_order_acquire)) {
-    try {
-      py::gil_scoped_release release;
-      context.wait(thing, is_interrupted);
-    } catch (const InterruptedError&) {
-      if (PyErr_Occurred()) throw py::error_already_set();
-      throw;
-    }
-  }
-  if (thing->error != nullptr) std::rethrow_exception(thing->error);
-}
-
-void check_reducible(DType dtype, ReduceOp op) {
-  if (can_reduce(dtype, op)) return;
-  throw InvalidError(std::string(name_of(op)) + " is not defined for " + name_of(dtype));
-}
 
 template <typename Pointer>
 std::vector<Pointer> pointers(const std::vector<Address>& addresses) {
@@ -66,108 +34,17 @@ struct Handle {
 using OpHandle = Handle<Op>;
 using MessageHandle = Handle<Message>;
 
-std::shared_ptr<Op> all_reduce_of(Address address, std::uint64_t count, DType dtype, ReduceOp op,
-                                  double seconds) {
-  auto request = std::make_shared<Op>();
-  request->announcement.kind = Kind::kAllReduce;
-  request->announcement.dtype = dtype;
-  request->announcement.op = op;
-  request->announcement.count = count;
-  request->sources = {reinterpret_cast<const std::byte*>(address)};
-  request->targets = {reinterpret_cast<std::byte*>(address)};
-  request->deadline = after(seconds);
-  return request;
-}
-
-// Issues it and waits for it.
-void run(Context& context, const std::shared_ptr<Op>& request) {
-  context.issue(request, false);
-  try {
-    wait(context, request);
-  } catch (...) {
-    if (!request->is_done) {  // interrupted: no handle keeps the tensor, so nobody may use it any more
-      py::gil_scoped_release release;
-      context.abort();
-      while (!context.is_done(request)) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    throw;
-  }
-}
-
-// An all-reduce in place of any tensor, which is waited for here if `waits`.
-std::optional<OpHandle> all_reduce(const std::shared_ptr<Context>& context, Address address,
-                                   std::uint64_t count, int dtype, int op, double seconds,
-                                   bool waits) {
+// Begins an all-reduce in place of any tensor. Kind, dtype and operation are numbers, here and below: to look
+// into an enum of Python's costs more than the rest.
+OpHandle all_reduce(const std::shared_ptr<Context>& context, Address address, std::uint64_t count, int dtype,
+                    int op, double seconds) {
   check_reducible(static_cast<DType>(dtype), static_cast<ReduceOp>(op));
   auto request =
       all_reduce_of(address, count, static_cast<DType>(dtype), static_cast<ReduceOp>(op), seconds);
-  if (waits) {
-    run(*context, request);
-    return std::nullopt;
-  }
   context->issue(request, true);
-  return OpHandle{context, request};
+  return {context, request};
 }
 
-// The one that has to be quick: an all-reduce of the same symmetric memory, again and again. Each time is
-// an operation of its own, which keeps the memory. The group's segment does not live longer for it.
-class Persistent {
- public:
-  Persistent(const std::shared_ptr<Context>& context, Address address, std::uint64_t count, DType dtype,
-             ReduceOp op)
-      : context_(context), address_(address), count_(count), dtype_(dtype), op_(op) {
-    check_reducible(dtype, op);
-    if (count == 0) return;  // it may have no address
-    allocation_ = Registry::of_process().find(reinterpret_cast<const std::byte*>(address),
-                                              count * size_of(dtype));
-    if (allocation_ == nullptr) throw InvalidError("the memory is not symmetric");
-  }
-
-  void run(double seconds) const { gradsync::run(*group(), request(seconds)); }
-
-  void start(double seconds) {
-    const std::shared_ptr<Op> next = request(seconds);
-    group()->issue(next, true);
-    last_ = next;
-  }
-
-  // Of what was started last, also if another thread starts the next one meanwhile.
-  void wait() const {
-    const std::shared_ptr<Op> last = last_;
-    if (last == nullptr) return;
-    if (!last->is_done) return gradsync::wait(*group(), last);
-    if (last->error != nullptr) std::rethrow_exception(last->error);
-  }
-
-  bool done() const {
-    const std::shared_ptr<Op> last = last_;
-    if (last == nullptr || last->is_done) return true;
-    const std::shared_ptr<Context> context = context_.lock();
-    return context == nullptr || context->is_done(last);  // its end has ended all that was on its way
-  }
-
- private:
-  std::shared_ptr<Context> group() const {
-    if (std::shared_ptr<Context> context = context_.lock()) return context;
-    throw AbortedError("The group has been closed.");
-  }
-
-  std::shared_ptr<Op> request(double seconds) const {
-    auto request = all_reduce_of(address_, count_, dtype_, op_, seconds);
-    request->allocation = allocation_;
-    return request;
-  }
-
-  std::weak_ptr<Context> context_;
-  std::shared_ptr<Allocation> allocation_;
-  Address address_;
-  std::uint64_t count_;
-  DType dtype_;
-  ReduceOp op_;
-  std::shared_ptr<Op> last_;
-};
-
-// Kind, dtype and operation are numbers, as above: to look into an enum of Python's costs more than the rest.
 OpHandle collective(const std::shared_ptr<Context>& context, int kind, int dtype, int op, int root,
                     std::uint64_t count, const std::vector<Address>& sources,
                     const std::vector<Address>& targets,
@@ -415,7 +292,7 @@ PYBIND11_MODULE(_native, module) {
            py::arg("source_bytes"), py::arg("target_bytes"), py::arg("seconds"),
            py::arg("in_background"))
       .def("all_reduce", &all_reduce, py::arg("address"), py::arg("count"), py::arg("dtype"),
-           py::arg("op"), py::arg("seconds"), py::arg("waits"))
+           py::arg("op"), py::arg("seconds"))
       .def("agree", &agree, py::arg("text"), py::arg("seconds"), py::arg("in_background"))
       .def("message", &message, py::arg("kind"), py::arg("address"), py::arg("bytes"),
            py::arg("other"), py::arg("tag"), py::arg("seconds"))
@@ -444,6 +321,12 @@ PYBIND11_MODULE(_native, module) {
         result["copied_bytes"] = self.counters().copied_bytes.load();
         return result;
       });
+
+  py::class_<TorchCall>(module, "TorchCall")
+      .def(py::init<const py::object&, std::map<Py_hash_t, int>, py::object, py::object>(), py::arg("table"),
+           py::arg("ops"), py::arg("no_timeout"), py::arg("is_profiling"))
+      .def("all_reduce", &TorchCall::all_reduce, py::arg("context"), py::arg("tensors"), py::arg("options"),
+           py::arg("seconds"));
 }
 
 }  // namespace gradsync
