@@ -37,10 +37,10 @@ bool Context::is_owned_here() const { return ::getpid() == owner_; }
 void Context::issue(const std::shared_ptr<Op>& op, bool in_background) {
   std::unique_lock<std::mutex> lock(mutex_);
   op->announcement.sequence = ++sequence_;
-  if (broken_ != nullptr || is_closing_) {
-    return end(*op, broken_ != nullptr
-                        ? broken_
-                        : std::make_exception_ptr(AbortedError("The group has been closed.")));
+  if (broken_ != nullptr) return end(*op, broken_);
+  if (is_closing_ || members_.aborted()) {
+    const char* what = is_closing_ ? "The group has been closed." : "The group was aborted.";
+    return end(*op, std::make_exception_ptr(AbortedError(what)));
   }
   if (op->announcement.kind == Kind::kAllReduce) {
     const std::size_t bytes = op->announcement.count * size_of(op->announcement.dtype);

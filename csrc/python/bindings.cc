@@ -1,4 +1,4 @@
-// What Python sees. Numbers and addresses go in, nothing of torch does.
+// What Python sees. Numbers and addresses go in; of torch only torch_call.h knows.
 #include <pybind11/native_enum.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

@@ -1,5 +1,6 @@
 #include "torch_call.h"
 
+#include <cstddef>
 #include <utility>
 
 namespace py = pybind11;
@@ -26,6 +27,9 @@ struct Shown {
 
 }  // namespace
 
+// DLPack 1 has the same on all machines of 64 bits.
+static_assert(sizeof(Shown) == 48 && offsetof(Shown, code) == 20 && offsetof(Shown, strides) == 32);
+
 struct DLPackTable {
   std::uint32_t major;
   std::uint32_t minor;
@@ -34,6 +38,7 @@ struct DLPackTable {
   int (*show)(void* object, Shown* shown);
   void* stream;
 };
+static_assert(offsetof(DLPackTable, show) == 40);
 
 namespace {
 
@@ -128,6 +133,7 @@ bool TorchCall::look(PyObject* tensor, Plain& found) const {
     return false;
   }
   if (shown.device != kCpu || !count_of(shown, found.count)) return false;
+  if (shown.data == nullptr && found.count > 0) return false;  // it stands for others, or for nothing
   if (is_true(taken(PyObject_CallMethodNoArgs(tensor, is_neg_.ptr())))) return false;
   found.address = reinterpret_cast<Address>(shown.data) + shown.offset;
   found.dtype = dtype_of(shown);

@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from ranks import raised, run
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import _functional_collectives as functional
 
-from gradsync import ArgumentError, DeadlineError
+from gradsync import AbortedError, ArgumentError, DeadlineError
 from gradsync.backend import _native
 from gradsync.backend.shared_memory import DTYPES
 from gradsync.testing import WorkerPool
@@ -118,7 +120,7 @@ def test_what_is_left_has_the_same_result(pool: WorkerPool) -> None:
         group.allreduce([memory[::2]], options())
         assert memory.tolist() == [3.0, rank + 1.0] * 3
         own = torch.full((3,), rank + 1.0)
-        assert group.allreduce([own], options(seconds=20)) is None
+        group.allreduce([own], options(seconds=20))
         assert torch.equal(own, torch.full((3,), 3.0))
         alone = torch.full((3,), rank + 1.0)
         group.allreduce(alone, opts=options())  # which gloo's takes too
@@ -141,16 +143,110 @@ def test_a_timeout_of_its_own_counts(pool: WorkerPool) -> None:
     run(pool, body)
 
 
-def test_only_who_goes_on_gets_a_work(pool: WorkerPool) -> None:
+def test_who_has_waited_gets_a_work_that_is_done(pool: WorkerPool) -> None:
     def body(rank: int, world: int) -> None:
         group, tensor = dist.group.WORLD, torch.ones(3)
-        assert group.allreduce([tensor], options()) is None
-        assert group.allreduce([tensor], options(later=True)).wait()
-        assert group.allreduce([tensor]).wait()
-        opts = dist.BroadcastOptions()
-        assert group.broadcast([tensor], opts).wait()
-        opts.asyncOp = False
-        assert group.broadcast([tensor], opts) is None
+        meet = dist.BarrierOptions()
+        meet.asyncOp = False
+        works = [
+            group.allreduce([tensor], options()),
+            group.allreduce([tensor[::2]], options()),
+            group.barrier(meet),
+        ]
+        for work in works:
+            assert work.wait()
+            assert work.is_completed()
+        assert dist.ProcessGroup.barrier(group, meet).wait()  # through torch's C++, which holds it
+        assert works[0].get_future().wait() == works[0].result() == []
+        assert group.allreduce([tensor]).get_future().wait()[0] is tensor  # its own work
+
+    run(pool, body)
+
+
+def test_torchs_function_goes_the_short_way(pool: WorkerPool) -> None:
+    def body(rank: int, world: int) -> None:
+        def long_way(*_: object, **__: object) -> None:
+            raise AssertionError("the long way")
+
+        dist.group.WORLD._memory.all_reduce = long_way
+        tensor = torch.full((3,), rank + 1.0)
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, torch.full((3,), 3.0))
+        assert raised(lambda: dist.all_reduce(torch.ones(6)[::2])) == "the long way"
+
+    run(pool, body)
+
+
+class Inside(Tensor):
+    """Has no memory but that of the tensor inside, and shows it."""
+
+    @staticmethod
+    def __new__(cls, inside: Tensor) -> Inside:
+        made = Tensor._make_wrapper_subclass(cls, inside.size(), dtype=inside.dtype)
+        made.inside = inside
+        return made
+
+    def data_ptr(self) -> int:
+        return self.inside.data_ptr()
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return Inside(function(*[each.inside for each in args], **(kwargs or {})))
+
+
+def without_memory() -> Iterator[Tensor]:
+    with FakeTensorMode():
+        yield torch.ones(3)
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    yield freed
+    yield torch._efficientzerotensor((3,))
+
+
+def test_tensors_without_memory_are_an_error_and_not_a_crash(pool: WorkerPool) -> None:
+    def body(rank: int, world: int) -> None:
+        for tensor in without_memory():
+            assert not is_taken([tensor], options())
+            calls = (
+                lambda: dist.all_reduce(tensor),  # noqa: B023
+                lambda: dist.broadcast(tensor, 0),  # noqa: B023
+                lambda: dist.all_gather([torch.ones(3)], tensor),  # noqa: B023
+                lambda: dist.all_gather([tensor], torch.ones(3)),  # noqa: B023
+                lambda: dist.all_to_all([tensor], [torch.ones(3)]),  # noqa: B023
+            )
+            for call in calls:
+                assert "no memory" in raised(call, ArgumentError)
+
+    run(pool, body, 1)
+
+
+def test_what_is_inside_a_tensor_is_reduced_if_it_says_where_that_is(pool: WorkerPool) -> None:
+    def body(rank: int, world: int) -> None:
+        wrapped = Inside(torch.full((3,), rank + 1.0))
+        dist.all_reduce(wrapped)
+        assert torch.equal(wrapped.inside, torch.full((3,), 3.0))
+        coming = functional.all_reduce(torch.full((3,), rank + 1.0), "sum", dist.group.WORLD)
+        dist.all_reduce(coming)
+        assert torch.equal(coming + 0, torch.full((3,), 6.0))
+        gathered = functional.all_reduce(torch.zeros(3), "sum", dist.group.WORLD)
+        dist.broadcast(gathered, 0)
+        dist.all_gather([gathered, torch.zeros(3)], torch.full((3,), rank + 1.0))
+        assert torch.equal(gathered + 0, torch.ones(3))
+
+    run(pool, body)
+
+
+def test_after_an_abort_nothing_works_though_the_other_has_come(pool: WorkerPool) -> None:
+    def body(rank: int, world: int) -> None:
+        group = dist.new_group(backend="gradsync")
+        work = group.allreduce([torch.ones(3)]) if rank else None  # it is posted
+        dist.barrier()
+        if rank == 0:
+            group.abort()
+            raised(lambda: dist.all_reduce(torch.ones(3), group=group), AbortedError)
+        dist.barrier()
+        if work is not None:
+            raised(work.wait, AbortedError)
 
     run(pool, body)
 

@@ -26,12 +26,10 @@ from gradsync.backend.hierarchy import Hierarchy
 from gradsync.backend.members import by_machine, check_alive, exchange, myself
 from gradsync.backend.monitored_barrier import MonitoredBarrier
 from gradsync.backend.shared_memory import Reduction, SharedMemory, Started
-from gradsync.backend.work import Notifier, Record, SharedMemoryWork
+from gradsync.backend.work import DONE, Notifier, Record, SharedMemoryWork
 from gradsync.errors import AbortedError, FaultError
 
-# Ours or gloo's. [Note: no work] None for what was waited for here: torch asks for that with
-# `asyncOp`, which its own functions set by their `async_op`, and expects no work then.
-Work = Any
+Work = Any  # ours, or gloo's
 Pending = SharedMemoryWork | Reduction | Started
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -282,7 +280,7 @@ class GroupBase(dist.ProcessGroup):
     ) -> Work:
         if not started.later and not _profiler_enabled():
             self._wait_at_once(started)
-            return None  # [Note: no work]
+            return DONE
         work = SharedMemoryWork(
             started.handle, outputs, started.kept, started.finish, self._notifier
         )

@@ -9,8 +9,10 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from gradsync.backend.work import Finish
+from gradsync.errors import ArgumentError
 
 
 @dataclass(slots=True)
@@ -23,15 +25,26 @@ class Places:
     finish: Finish | None = None  # brings what was written there to the caller's tensors
 
 
+def address_of(flat: Tensor) -> int:
+    """Where its memory is."""
+    address = flat.data_ptr()
+    if not address and flat.numel():
+        raise ArgumentError(
+            f"A tensor of {tuple(flat.shape)}, a {type(flat).__name__}, has no memory that another "
+            f"rank could read: it is fake, has been freed, or stands for others inside it."
+        )
+    return address
+
+
 def one(flat: Tensor, finish: Finish | None = None) -> Places:
     """A contiguous tensor."""
-    return Places([flat.data_ptr()], (flat.nbytes,), flat, finish)
+    return Places([address_of(flat)], (flat.nbytes,), flat, finish)
 
 
 def each_to_read(tensors: Sequence[Tensor]) -> Places:
     """A place for every tensor."""
     flats = [plain(tensor) for tensor in tensors]
-    return Places([flat.data_ptr() for flat in flats], [flat.nbytes for flat in flats], flats)
+    return Places([address_of(flat) for flat in flats], [flat.nbytes for flat in flats], flats)
 
 
 def each_to_fill(tensors: Sequence[Tensor]) -> Places:
@@ -42,7 +55,7 @@ def each_to_fill(tensors: Sequence[Tensor]) -> Places:
         flats.append(flat)
         if finish is not None:
             finishes.append(finish)
-    places = Places([flat.data_ptr() for flat in flats], [flat.nbytes for flat in flats], flats)
+    places = Places([address_of(flat) for flat in flats], [flat.nbytes for flat in flats], flats)
     if finishes:
         places.finish = lambda: [finish() for finish in finishes]
     return places
@@ -60,7 +73,7 @@ def parts_to_fill(whole: Tensor, sizes: Sequence[int]) -> Places:
 
 
 def _parts(flat: Tensor, sizes: Sequence[int], finish: Finish | None = None) -> Places:
-    starts = accumulate(sizes[:-1], initial=flat.data_ptr())
+    starts = accumulate(sizes[:-1], initial=address_of(flat))
     return Places(list(starts), sizes, flat, finish)
 
 
@@ -69,6 +82,7 @@ def in_place(tensor: Tensor) -> tuple[Tensor, Finish | None]:
 
     Detached, here and below: it keeps the memory also if the tensor is given another meanwhile.
     """
+    tensor = _waited_for(tensor)
     if _is_plain(tensor):
         return _real(tensor.detach()), None
     copy = plain(tensor)
@@ -77,6 +91,7 @@ def in_place(tensor: Tensor) -> tuple[Tensor, Finish | None]:
 
 def to_fill(tensor: Tensor) -> tuple[Tensor, Finish | None]:
     """Contiguous memory for a result; what brings it to the tensor."""
+    tensor = _waited_for(tensor)
     if _is_plain(tensor):
         return _real(tensor.detach()), None
     copy = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -85,8 +100,14 @@ def to_fill(tensor: Tensor) -> tuple[Tensor, Finish | None]:
 
 def plain(tensor: Tensor) -> Tensor:
     """The tensor's values, one after the other: itself, or a copy."""
+    tensor = _waited_for(tensor)
     detached = tensor.detach()
     return detached if _is_plain(tensor) else detached.contiguous().resolve_conj().resolve_neg()
+
+
+def _waited_for(tensor: Tensor) -> Tensor:
+    """``tensor`` itself; what is inside if it is the result of a functional collective."""
+    return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -47,7 +47,7 @@ from gradsync.backend.shared_memory import (
     symmetric_empty,
     together,
 )
-from gradsync.backend.work import All, SharedMemoryWork
+from gradsync.backend.work import DONE, All, SharedMemoryWork
 from gradsync.errors import ArgumentError, StateError
 
 
@@ -121,7 +121,7 @@ class SharedMemoryGroup(GroupBase):
         opts = opts or AllreduceOptions()
         memory = self._memory
         if memory is not None and memory.all_reduce_now(tensors, opts, self.timeout_seconds):
-            return None
+            return DONE
         tensor = only(tensors)
         op = reduce_op(opts)
         ways = memory or self._hierarchy

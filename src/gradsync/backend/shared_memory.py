@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import AllreduceOptions
 from gradsync.backend import _native
 from gradsync.backend._native import DType, Kind, ReduceOp
 from gradsync.backend.arguments import REDUCE_OPS
-from gradsync.backend.places import Places, in_place, one, plain, to_fill
+from gradsync.backend.places import Places, address_of, in_place, one, plain, to_fill
 from gradsync.backend.work import All, Finish, Handle, translate
 from gradsync.errors import ArgumentError
 
@@ -67,7 +67,7 @@ def can_reduce(tensor: Tensor, op: ReduceOp) -> bool:
 
 
 # The native numbers of a dtype and an operation, where there is a kernel.
-SHORT = {
+KERNELS = {
     (dtype, op): (int(native), int(op))
     for dtype, native in DTYPES.items()
     for op in ReduceOp
@@ -192,11 +192,11 @@ class SharedMemory:
         """What reduces ``tensor``, which has to be symmetric, in place."""
         if not is_dense(tensor) or not tensor.is_contiguous():
             raise ArgumentError("A persistent reduction takes a contiguous tensor on the CPU.")
-        if (tensor.dtype, op) not in SHORT:
+        if (tensor.dtype, op) not in KERNELS:
             raise ArgumentError(f"There is no {op.name} of {tensor.dtype} in shared memory.")
         try:
             return _native.Persistent(
-                self.context, tensor.data_ptr(), tensor.numel(), DTYPES[tensor.dtype], op
+                self.context, address_of(tensor), tensor.numel(), DTYPES[tensor.dtype], op
             )
         except _native.InvalidError as error:
             raise ArgumentError(
@@ -213,7 +213,7 @@ class SharedMemory:
 
     def start_all_reduce(self, tensor: Tensor, op: ReduceOp, seconds: float) -> "Reduction":
         """Begin to reduce a contiguous ``tensor`` in place, of a dtype that has a kernel."""
-        dtype, number = SHORT[tensor.dtype, op]
+        dtype, number = KERNELS[tensor.dtype, op]
         handle = self.context.all_reduce(tensor.data_ptr(), tensor.numel(), dtype, number, seconds)
         return Reduction(handle, tensor)
 
@@ -338,13 +338,15 @@ class SharedMemory:
     def send(self, tensor: Tensor, to: int, tag: int, seconds: float) -> Started:
         """Send ``tensor`` to rank ``to``."""
         source = plain(tensor)
-        handle = self.context.message(Kind.SEND, source.data_ptr(), source.nbytes, to, tag, seconds)
+        handle = self.context.message(
+            Kind.SEND, address_of(source), source.nbytes, to, tag, seconds
+        )
         return Started(handle, source)
 
     def recv(self, tensor: Tensor, source: int, tag: int, seconds: float) -> Started:
         """Receive into ``tensor`` from rank ``source``, or ``ANY_SOURCE``."""
         target, finish = to_fill(tensor)
         handle = self.context.message(
-            Kind.RECV, target.data_ptr(), target.nbytes, source, tag, seconds
+            Kind.RECV, address_of(target), target.nbytes, source, tag, seconds
         )
         return Started(handle, target, finish)
