@@ -1,6 +1,6 @@
 // torch's all_reduce as it comes to a group, `allreduce([tensor], options)`, carried out without Python.
 //
-// To look into both in Python takes as long as to reduce 64 kB. Of torch nothing is known here but names of
+// To look into both in Python takes longer than to reduce 64 kB. Of torch nothing is known here but names of
 // attributes, and the table of functions by which it shows a tensor to others (DLPack, which has its own
 // specification). What is not plain is left to Python: another device or layout, a stride, a time-out of its
 // own, a profiler, a caller who does not wait.
