@@ -32,6 +32,7 @@ class Variant:
     sleeps_only_on_seen: bool = True
     looks_for_the_gone: bool = True
     looks_for_the_gone_first: bool = True  # and then at their clocks
+    hears_of_aborts: bool = True  # also of a rank that has come itself
 
 
 RIGHT = Variant()

@@ -4,9 +4,11 @@
  *   -DN=3         ranks
  *   -DSCENARIO=1  what they run, see the end
  *   -DVICTIM=0    a rank that may be killed at any step
+ *   -DABORTER=0   a rank that may abort at any step
+ *   -DABSENT=1    a rank that does not come to the last, and computes instead
  *   -DSTAYS       ranks do nothing more at the end, instead of leaving
  *   -DONE_SLOT -DONE_TURN_MORE -DNO_WAKE -DNO_RECHECK -DNO_LOOK -DCLOCK_FIRST -DTAKEN_TWICE -DCOUNT_TAKEN
- *   -DNO_BEGIN -DNO_SECOND_LOOK:
+ *   -DNO_BEGIN -DNO_SECOND_LOOK -DDEAF:
  *                 mistakes that have to be found
  */
 #ifndef N
@@ -31,6 +33,7 @@ byte word[2], sleepers[2];           /* what all count up and wait on */
 byte asleep[N];                      /* on a word: that + 1, or 0 */
 byte clock[N], begun[N], reduced[N]; /* how far a rank has come */
 bool gone[N], dead[N], said[N];      /* left, lost a peer, or died: others see it; all but the last say so */
+bool aborted;                        /* by one, for all; never with -DDEAF, but the rank is gone */
 byte announcement[2 * N], memory[N];
 byte slot[2 * N * N];                /* of a rank's two: a part for each rank */
 byte taken[N], share[N];             /* of a reduction in place: its number */
@@ -71,8 +74,9 @@ inline tick() {
   (which == PIECES && (begun[q] < sequence || reduced[q] >= sequence)))
 
 /* Is there a reason to wake after a while, though nobody rang? Only if a rank is gone: one that has not
- * come, or one that died before it rang. */
-#define USEFUL(q, which, goal) (gone[q] && (!COME(q, which) || word[which] >= goal))
+ * come, or one that died before it rang; or if all are to end and one has not come. */
+#define USEFUL(q, which, goal) \
+  ((gone[q] && (!COME(q, which) || word[which] >= goal)) || (aborted && !COME(q, which)))
 #if N == 2
 #define ANY_USEFUL(which, goal) (USEFUL(0, which, goal) || USEFUL(1, which, goal))
 #else
@@ -82,17 +86,20 @@ inline tick() {
 inline look(which, goal) {
 #ifndef NO_LOOK
   d_step {  /* who is gone ... */
-    looked = 0;
+    looked = (aborted -> 1 << N : 0);
     for (q : 0 .. N - 1) {
       if :: gone[q] -> looked = looked | (1 << q) :: else fi
     }
     q = 0
   };
   d_step {  /* ... and only then how far it came */
+    all_came = true;
     for (q : 0 .. N - 1) {
-      if :: COME(q, which) -> looked = looked & ~(1 << q) :: else fi;
+      if :: COME(q, which) -> looked = looked & ~(1 << q) :: else -> all_came = false fi;
       assert(!(looked >> q & 1) || !gone[q] || !COME(q, which))  /* nobody is missed who had come */
     }
+    if :: all_came -> looked = 0 :: else fi;
+    all_came = false;
     q = 0
   };
   if
@@ -338,22 +345,33 @@ inline in_place() {
 /* Rank 0 asks for a scatter, the others for something else: all hear of it. */
 inline mismatch() { post((r == 0 -> OTHERS : OWN)) }
 
+inline stay_out() {
+#ifdef ABSENT
+  if
+  :: r == ABSENT -> goto finished
+  :: else
+  fi
+#else
+  skip
+#endif
+}
+
 proctype Rank(byte r) {
   byte now, sequence, turn, round, p, q, s, seen, looked, pieces, count;
-  bool mine, last, late;
+  bool mine, last, late, all_came;
   {
 #if SCENARIO == 1
-    small(); small(); small()
+    small(); small(); stay_out(); small()
 #elif SCENARIO == 2
-    small(); through_slots(3); scatter(1)
+    small(); through_slots(3); stay_out(); scatter(1)
 #elif SCENARIO == 3
-    exchange(2); scatter(2); small()
+    exchange(2); scatter(2); stay_out(); small()
 #elif SCENARIO == 4
-    in_place(); in_place()
+    in_place(); stay_out(); in_place()
 #elif SCENARIO == 5
-    mismatch(); small(); through_slots(1); scatter(1)
+    mismatch(); small(); through_slots(1); stay_out(); scatter(1)
 #elif SCENARIO == 6
-    in_place(); small()
+    in_place(); stay_out(); small()
 #endif
     ;
 #ifdef STAYS
@@ -374,6 +392,23 @@ proctype Death() {
 }
 #endif
 
+#ifdef ABORTER
+/* Later or sooner, or there would be ranks that wait for ever, and rightly. */
+proctype Abort() {
+  byte q;
+  d_step {
+    dead[ABORTER] = true;
+    said[ABORTER] = true;
+    gone[ABORTER] = true;
+#ifndef DEAF
+    aborted = true;
+#endif
+    for (q : 0 .. N - 1) { asleep[q] = 0 }
+    q = 0
+  }
+}
+#endif
+
 init {
   atomic {
     run Rank(0);
@@ -383,6 +418,9 @@ init {
 #endif
 #ifdef VICTIM
     run Death();
+#endif
+#ifdef ABORTER
+    run Abort();
 #endif
   }
 }

@@ -26,7 +26,7 @@ WRITING = "being written"
 
 # ------------------------------------------------------------------------------- all interleavings
 
-ALIVE, IDLE, DEAD, LEFT, LOST = range(5)  # from DEAD on a rank is gone
+ALIVE, IDLE, DEAD, LEFT, LOST, ABORTED = range(6)  # from DEAD on a rank is gone
 # Of a wait, see sync.cc and members.cc.
 LOAD, LOOK, JUDGE, AGAIN, ADD, SLEEP, ASLEEP, SUBTRACT = range(8)
 PHASES = ("load", "look", "judge", "again", "add", "sleep", "asleep", "subtract")
@@ -37,7 +37,8 @@ Shares = tuple[int, int, int, int]
 NONE: Shares = (0, 0, 0, 0)
 
 # Where a rank stands: its next step; in a wait what next, the word that it saw (and after it has
-# counted, whether it was the last), and who was gone when it looked; whether it lives, its shares.
+# counted, whether it was the last), and who was gone when it looked (the bits above: who of them by
+# an abort); whether it lives, its shares.
 Stand = tuple[int, int, int, int, int, Shares]
 AT, PHASE, SEEN, GONE, LIFE, SHARES = range(6)
 
@@ -47,7 +48,11 @@ class ProtocolError(AssertionError):
 
 
 class Checker:
-    """All states of ranks that run ``ops`` one after the other, and then leave or do no more."""
+    """All states of ranks that run ``ops`` one after the other, and then leave or do no more.
+
+    Rank ``victim`` may be killed at any time, rank ``aborter`` may abort. Rank ``absent`` computes
+    for ever instead of running the last of the ops.
+    """
 
     def __init__(
         self,
@@ -56,19 +61,23 @@ class Checker:
         variant: Variant = RIGHT,
         victim: int | None = None,
         *,
+        aborter: int | None = None,
+        absent: int | None = None,
         leaves: bool = True,
     ) -> None:
         self.world = world
         self.variant = variant
-        self.victim = victim  # may be killed at any time
+        self.victim = victim
+        self.aborter = aborter
         self.steps, self.counts, self.clocks, self.contents = [], [], [], []
         self.begun, self.reduced = [], []  # numbers of reductions in place
         names = list(ops)
         for rank in range(world):
             program = Program(rank, world, variant)
-            for name in names:
+            for name in names[:-1] if rank == absent else names:
                 OPS[name](program)
-            self.steps.append([*program.steps, ("leave" if leaves else "idle",)])
+            ends_with = "leave" if leaves and rank != absent else "idle"
+            self.steps.append([*program.steps, (ends_with,)])
             self._tabulate(self.steps[-1])
 
     def _tabulate(self, steps: list[tuple]) -> None:
@@ -131,6 +140,8 @@ class Checker:
                 following.append(after)
             if rank == self.victim:
                 following.append(_with(state, rank, (*state[rank][:LIFE], DEAD)))
+            if rank == self.aborter:
+                following.append(self._give_up(state, rank, ABORTED))
         if not following and any(stand[LIFE] == ALIVE for stand in state):
             waiting = [rank for rank in range(self.world) if state[rank][LIFE] == ALIVE]
             raise ProtocolError(f"nobody can go on, and ranks {waiting} have not ended")
@@ -261,6 +272,10 @@ class Checker:
         def the_missing() -> int:
             return self._mask(state, lambda peer: not self._has_come(state, peer, word, goal))
 
+        def the_aborters() -> int:
+            hears = self.variant.hears_of_aborts
+            return self._mask(state, lambda peer: hears and state[peer][LIFE] == ABORTED)
+
         if phase == LOAD:
             if self._is_reached(state, word, goal):
                 return _with(state, rank, (at + 1, LOAD, 0, 0, ALIVE))
@@ -268,11 +283,12 @@ class Checker:
             after = (at, following, self._word(state, word), 0, ALIVE)
         elif phase == LOOK:
             first = the_gone if self.variant.looks_for_the_gone_first else the_missing
-            after = (at, JUDGE, seen, first(), ALIVE)
+            after = (at, JUDGE, seen, first() | the_aborters() << self.world, ALIVE)
         elif phase == JUDGE:
             second = the_missing if self.variant.looks_for_the_gone_first else the_gone
             found = gone & second()
-            after = (at, AGAIN if found else ADD, seen, found, ALIVE)
+            gives_up = found or (gone >> self.world and the_missing())
+            after = (at, AGAIN if gives_up else ADD, seen, found, ALIVE)
         elif phase == AGAIN:  # it may have come to the goal without who is gone
             if not self._is_reached(state, word, goal):
                 for peer in range(self.world):
@@ -287,19 +303,18 @@ class Checker:
             after = (at, ASLEEP if sleeps else SUBTRACT, seen, 0, ALIVE)
         elif phase == ASLEEP:
             # It also wakes after a while by itself. That has to matter only if a rank is gone: one
-            # that it needs, or one that died between its count and the ring.
-            if not the_gone() & the_missing() and not (
-                the_gone() and self._is_reached(state, word, goal)
-            ):
+            # that it needs, one that died between its count and the ring, or one that has aborted.
+            sees_an_end = the_gone() & the_missing() or (the_aborters() and the_missing())
+            if not sees_an_end and not (the_gone() and self._is_reached(state, word, goal)):
                 return None
             after = (at, SUBTRACT, seen, 0, ALIVE)
         else:
             after = (at, LOAD, 0, 0, ALIVE)
         return _with(state, rank, after)
 
-    def _give_up(self, state: tuple[Stand, ...], rank: int) -> tuple[Stand, ...]:
+    def _give_up(self, state: tuple[Stand, ...], rank: int, life: int = LOST) -> tuple[Stand, ...]:
         state = self._wake(self._wake(state, TICKS), PIECES)
-        return _with(state, rank, (*state[rank][:LIFE], LOST))
+        return _with(state, rank, (*state[rank][:LIFE], life))
 
     def _mask(self, state: tuple[Stand, ...], is_in: Callable[[int], bool]) -> int:
         return sum(1 << peer for peer in range(self.world) if is_in(peer))
@@ -331,7 +346,7 @@ class Checker:
             rank = next(r for r in range(self.world) if before[r] != after[r])
             phase = PHASES[before[rank][PHASE]]
             step = self.steps[rank][before[rank][0]]
-            fate = ["", " ends", " dies", " leaves", " gives up"][after[rank][LIFE]]
+            fate = ["", " ends", " dies", " leaves", " gives up", " aborts"][after[rank][LIFE]]
             lines.append(f"  rank {rank}: {step} {phase if step[0] == 'await' else ''}{fate}")
         return "\n".join(lines)
 
@@ -376,6 +391,12 @@ def main() -> int:
                 who = who if victim is None else f"rank {victim} may die"
                 took = time.monotonic() - start
                 print(f"{world} ranks, {name}, {who}: {count} states, {took:.1f} s", flush=True)
+            start = time.monotonic()
+            count = Checker(world, ops, aborter=0, absent=world - 1).explore()
+            total += count
+            took = time.monotonic() - start
+            who = f"rank 0 may abort, rank {world - 1} does not come to the last"
+            print(f"{world} ranks, {name}, {who}: {count} states, {took:.1f} s", flush=True)
     print(f"{total} states, no error, {time.monotonic() - began:.0f} s")
     return 0
 

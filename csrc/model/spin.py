@@ -31,6 +31,7 @@ MISTAKES = {  # and what they are found in
     "COUNT_TAKEN": {"SCENARIO": 4},
     "NO_BEGIN": {"SCENARIO": 6, "VICTIM": 0},
     "NO_SECOND_LOOK": {"SCENARIO": 4},
+    "DEAF": {"SCENARIO": 1, "ABORTER": 0, "ABSENT": 2},
 }
 
 
@@ -61,7 +62,12 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for world in worlds:
             for scenario, name in SCENARIOS.items():
-                ways = {"all leave": {}, "all stay": {"STAYS": 1}, "rank 0 may die": {"VICTIM": 0}}
+                ways = {
+                    "all leave": {},
+                    "all stay": {"STAYS": 1},
+                    "rank 0 may die": {"VICTIM": 0},
+                    "rank 0 aborts, the last is absent": {"ABORTER": 0, "ABSENT": world - 1},
+                }
                 for way, defines in ways.items():
                     errors, states = check(folder, N=world, SCENARIO=scenario, **defines)
                     if "VICTIM" in defines and world == 2:
@@ -70,6 +76,8 @@ def main(arguments: list[str]) -> int:
                     verdict = "ERROR" if errors else "ok"
                     print(f"{verdict}: {world} ranks, {name}, {way}: {states} states", flush=True)
             for mistake, defines in MISTAKES.items():
+                if defines.get("ABSENT", 0) >= world:  # it takes a third
+                    continue
                 errors, _ = check(folder, N=world, **{mistake: 1}, **defines)
                 wrong += not errors
                 print(f"{'found' if errors else 'NOT FOUND'}: {world} ranks, {mistake}", flush=True)

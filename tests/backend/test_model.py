@@ -33,6 +33,27 @@ def test_of_three_ranks_any_one_may_die_at_any_step(ops, victim):
     assert protocol.Checker(3, ops, victim=victim).explore() > 50_000
 
 
+@pytest.mark.parametrize("name", protocol.SCENARIOS)
+def test_of_two_ranks_one_may_abort_at_any_step_while_the_other_does_not_come(name):
+    checker = protocol.Checker(2, protocol.SCENARIOS[name], aborter=0, absent=1)
+    assert checker.explore() > 10  # not even one collective, of some
+
+
+ABORTED = [("small", "small"), ("small", "reduction of 1 chunk"), ("reduction in place",)]
+
+
+@pytest.mark.parametrize("ops", ABORTED)
+def test_of_three_ranks_one_may_abort_and_ends_the_wait_of_another_for_the_third(ops):
+    assert protocol.Checker(3, ops, aborter=0, absent=2).explore() > 1000
+
+
+@pytest.mark.parametrize("ops", ABORTED)
+def test_the_checker_finds_that_an_abort_is_not_heard_of_a_rank_that_had_come(ops):
+    deaf = protocol.Variant(hears_of_aborts=False)
+    with pytest.raises(protocol.ProtocolError, match="nobody can go on"):
+        protocol.Checker(3, ops, deaf, aborter=0, absent=2).explore()
+
+
 SMALL = ("small", "small", "small")
 CHUNKS = ("reduction of 2 chunks", "small")
 MISTAKES = {
