@@ -110,7 +110,6 @@ Segment::Segment(int descriptor, std::size_t bytes) : descriptor_(descriptor), s
   void* address = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
   if (address == MAP_FAILED) throw SystemError(reason("mmap of " + std::to_string(bytes) + " bytes"));
   data_ = static_cast<std::byte*>(address);
-  ::madvise(address, bytes, MADV_HUGEPAGE);  // where shared memory may have huge pages: fewer faults
 }
 
 Segment::Segment(Segment&& other) noexcept
