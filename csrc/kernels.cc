@@ -13,10 +13,12 @@ struct Kernels {
 
 const Kernels& best_kernels() {
   static const Kernels best = [] {
+    Kernels found{plain::reduce, plain::copy_bytes, plain::swap_bytes};
 #if defined(__x86_64__)
-    if (has_avx2()) return Kernels{avx2::reduce, avx2::copy_bytes, avx2::swap_bytes};
+    if (has_avx2()) found = {avx2::reduce, avx2::copy_bytes, avx2::swap_bytes};
+    if (has_quick_moves()) found.copy_bytes = moves::copy_bytes, found.swap_bytes = moves::swap_bytes;
 #endif
-    return Kernels{plain::reduce, plain::copy_bytes, plain::swap_bytes};
+    return found;
   }();
   return best;
 }

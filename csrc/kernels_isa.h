@@ -49,5 +49,10 @@ void swap_bytes(std::byte* taken, std::byte* slot, const std::byte* next, std::s
 void fill(const Filling& filling);
 void mean(const Mean& mean);
 }  // namespace avx2
+bool has_quick_moves();
+namespace moves {
+void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes);
+void swap_bytes(std::byte* taken, std::byte* slot, const std::byte* next, std::size_t bytes);
+}  // namespace moves
 #endif
 }  // namespace gradsync

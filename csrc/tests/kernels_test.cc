@@ -34,6 +34,7 @@ std::vector<Variant> variants() {
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
     all.push_back({"avx2", avx2::reduce, avx2::copy_bytes, avx2::swap_bytes});
   }
+  all.push_back({"moves", reduce, moves::copy_bytes, moves::swap_bytes});
 #endif
   return all;
 }
