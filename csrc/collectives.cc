@@ -370,7 +370,7 @@ void Collectives::reduce_pieces(const Op& op) {
                       : mappings_[static_cast<std::size_t>(rank)].find(other.symmetric)->data() + other.offset;
   }
   const Reduction reduction{a.dtype, a.op, parts.data(), world, parts.data(), world};
-  std::uint32_t done = 0;
+  std::uint32_t done = 0, own = 0;
   members_.begin_pieces(a.sequence);
   const auto start = Clock::now();
   for (int i = 0; i < world; ++i) {
@@ -384,7 +384,9 @@ void Collectives::reduce_pieces(const Op& op) {
       reduce(reduction, begin, std::min(share.end, begin + share.piece));
       ++done;
     }
+    if (i == 0) own = done;
   }
+  if (done > own) counters_.helped.fetch_add(done - own, std::memory_order_relaxed);
   members_.add_pieces(a.sequence, done, pieces_);
 }
 

@@ -317,6 +317,7 @@ PYBIND11_MODULE(_native, module) {
       .def("counters", [](const Context& self) {
         py::dict result;
         result["symmetric"] = self.counters().symmetric.load();
+        result["helped"] = self.counters().helped.load();
         result["copied"] = self.counters().copied.load();
         result["copied_bytes"] = self.counters().copied_bytes.load();
         return result;

@@ -1,6 +1,10 @@
 // Collectives between ranks that are threads, each result against one computed alone.
+#include <sys/resource.h>
+
+#include <csignal>
 #include <random>
 
+#include "../probe.h"
 #include "ranks.h"
 
 using namespace gradsync;
@@ -257,6 +261,50 @@ TEST(memory_is_reduced_in_place_where_all_ranks_have_it_and_the_counters_say_so)
     CHECK_EQUAL(context.counters().symmetric.load(), 4u);
     CHECK_EQUAL(context.counters().copied.load(), 1u);
   });
+}
+
+// Long enough that the other one is done first, and shorter than a share takes.
+void dawdle(int) {
+  const auto end = Clock::now() + std::chrono::microseconds(15);
+  while (Clock::now() < end) continue;
+}
+
+// How often this thread has lost its core, or left it.
+long times_away() {
+  rusage usage;
+  ::getrusage(RUSAGE_THREAD, &usage);
+  return usage.ru_nvcsw + usage.ru_nivcsw;
+}
+
+TEST(who_is_done_leaves_its_pieces_to_a_rank_that_is_a_little_late) {
+  if (std::thread::hardware_concurrency() < 2 || kSanitized) return;
+  constexpr std::size_t kCount = 1 << 20;
+  Ranks ranks(2);
+  std::vector<std::shared_ptr<Allocation>> memory;
+  for (int rank = 0; rank < 2; ++rank) memory.push_back(Registry::of_process().allocate(kCount * sizeof(float)));
+  const auto helped = [&] { return ranks.at(0).counters().helped + ranks.at(1).counters().helped; };
+  const auto before = std::signal(SIGUSR1, dawdle);
+  the_probe().signal = SIGUSR1;
+  int counted = 0, with_help = 0;
+  for (int round = 0; round < 5000 && counted < 40; ++round) {
+    const std::uint64_t until_now = helped();
+    the_probe().countdown = 1;  // whoever takes the first piece
+    the_probe().phase = Phase::kTaken;
+    std::atomic<bool> is_undisturbed{true};  // who loses the core is late by much more
+    ranks.run([&](int rank, Context& context) {
+      void* at = memory[static_cast<std::size_t>(rank)]->segment.data();
+      run_now(context, barrier());
+      const long until_now = times_away();
+      run_now(context, make_op(Kind::kAllReduce, DType::kFloat32, ReduceOp::kMax, -1, kCount, {at}, {at}));
+      if (times_away() != until_now) is_undisturbed = false;
+    });
+    if (!is_undisturbed) continue;
+    ++counted;
+    if (helped() > until_now) ++with_help;
+  }
+  the_probe().phase = Phase::kNever;
+  std::signal(SIGUSR1, before);
+  CHECK(with_help <= counted / 2);  // without waiting it is nearly all of them
 }
 
 TEST(more_allocations_than_are_remembered_are_mapped_anew) {
