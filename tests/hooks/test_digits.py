@@ -58,7 +58,7 @@ def test_every_hook_is_tried() -> None:
     assert tuple(HOOKS) == hooks.names()
 
 
-@pytest.mark.parametrize(("name", "seeds"), cases())
+@pytest.mark.parametrize(("name", "seeds"), list(cases()))
 def test_the_digits_are_learnt_as_well_as_without(
     pool: WorkerPool, uncompressed: list[float], name: str, seeds: tuple[int, ...]
 ) -> None:
