@@ -13,8 +13,8 @@
 
 namespace gradsync {
 
-// Quick with any alignment on what it has been measured on, AMD's since Zen 5. On Zen 3, which calls it quick
-// too, it is twenty times slower where the addresses are not to its taste.
+// AMD's since Zen 5, on which it has been measured, with all kinds of alignment. Zen 3, which calls it quick too, is
+// said to be twenty times slower where the addresses are not to its taste.
 bool has_quick_moves() {
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
   return false;  // they do not see what it does

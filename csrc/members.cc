@@ -137,14 +137,13 @@ void Members::await(Tally& tally, std::uint32_t count, const HasCome& has_come, 
       if (each == rank_) continue;
       // First whether it is gone, then how far it came: what it did before it ended counts.
       const bool gone = is_gone(each);
-      const State state = line(each).state.load(std::memory_order_acquire);
-      const bool is_for_all = state == State::kFailed && line(each).blames.load() == kOutsider;
-      if (state == State::kAborted || is_for_all) aborter = each;
+      if (ends_all(each)) aborter = each;
       if (has_come(each)) continue;
       if (reached(tally.count.load(std::memory_order_acquire), count)) return;
       if (gone) check(each, errand);
       missing.push_back(each);
     }
+    if (!missing.empty() && reached(tally.count.load(std::memory_order_acquire), count)) return;
     if (aborter >= 0 && !missing.empty()) check(aborter, errand);  // though it may have come itself
     if (left <= left.zero() && !missing.empty()) give_up(errand, missing);
     sleep_on(tally.count, seen, tally.sleepers, std::min<Clock::duration>(kSlice, left));
@@ -175,6 +174,11 @@ bool Members::is_gone(int peer) const {
          lives_[static_cast<std::size_t>(peer)].is_over();
 }
 
+bool Members::ends_all(int peer) const {
+  const State state = line(peer).state.load(std::memory_order_acquire);
+  return state == State::kAborted || (state == State::kFailed && line(peer).blames.load() == kOutsider);
+}
+
 void Members::check(int peer, const Errand& errand) const {
   const Line& other = line(peer);
   const State state = other.state.load(std::memory_order_acquire);
@@ -193,6 +197,7 @@ void Members::check(int peer, const Errand& errand) const {
 }
 
 bool Members::all_present(const Errand& errand, std::uint32_t all) const {
+  if (aborted()) throw AbortedError(name_of(errand) + " was aborted.");
   for (int peer = 0; peer < world(); ++peer) {
     if (peer == rank_ || line(peer).state.load(std::memory_order_acquire) == State::kPresent) continue;
     if (all_done(all)) return false;  // so it left with good reason

@@ -73,13 +73,15 @@ class Members {
   bool aborted() const { return aborted_.load(std::memory_order_relaxed); }
 
   bool is_gone(int peer) const;
+  // Has it given up in a way that is for all of the group?
+  bool ends_all(int peer) const;
   // What a rank says of itself, and why if it has given up since somebody is gone.
   std::pair<State, std::string> state(int peer) const;
   // The number of the last collective that each rank has announced.
   std::vector<std::uint64_t> positions() const;
   // Throws if `peer` cannot be expected to go on.
   void check(int peer, const Errand& errand) const;
-  // False if all is done, else throws if any peer says that it has given up or left.
+  // False if all is done, else throws if any rank says that it has given up or left.
   bool all_present(const Errand& errand, std::uint32_t all) const;
   [[noreturn]] void give_up(const Errand& errand, const std::vector<int>& missing) const;
 

@@ -10,6 +10,8 @@ namespace {
 
 // What DLPack 1 lays down of a tensor, of its dtype and of the table.
 constexpr std::int32_t kCpu = 1;
+// Below, an address may be an offset from nowhere: a view of what has been freed, is fake or stands for others.
+constexpr Address kLowest = Address{1} << 38;
 enum Code : std::uint8_t { kInt, kUInt, kFloat, kBFloat = 4 };
 
 struct Shown {
@@ -133,7 +135,7 @@ bool TorchCall::look(PyObject* tensor, Plain& found) const {
     return false;
   }
   if (shown.device != kCpu || !count_of(shown, found.count)) return false;
-  if (shown.data == nullptr && found.count > 0) return false;  // it stands for others, or for nothing
+  if (reinterpret_cast<Address>(shown.data) < kLowest && found.count > 0) return false;
   if (is_true(taken(PyObject_CallMethodNoArgs(tensor, is_neg_.ptr())))) return false;
   found.address = reinterpret_cast<Address>(shown.data) + shown.offset;
   found.dtype = dtype_of(shown);

@@ -336,11 +336,11 @@ TEST(a_copy_is_whole_and_touches_nothing_beside_it) {
 }
 
 TEST(a_swap_takes_what_was_there_and_puts_what_comes) {
-  constexpr std::size_t kMost = 1000, kMargin = 300;
+  constexpr std::size_t kMost = 10000, kMargin = 300;
   std::vector<std::byte> was(kMost + 2 * kMargin), comes(was.size());
   for (std::size_t i = 0; i < was.size(); ++i) was[i] = static_cast<std::byte>(i * 31), comes[i] = static_cast<std::byte>(i * 7 + 1);
   for (const Variant& variant : variants()) {
-    for (const std::size_t bytes : {0, 1, 63, 64, 65, 128, 999, 1000}) {
+    for (const std::size_t bytes : {0, 1, 63, 64, 65, 128, 999, 4097, 10000}) {
       for (const std::size_t shift : {0, 1, 33}) {
         std::vector<std::byte> taken(was.size(), std::byte{0x5a}), slot = was, right_taken = taken, right_slot = was;
         std::copy_n(was.begin() + kMargin, bytes, right_taken.begin() + static_cast<std::ptrdiff_t>(shift));

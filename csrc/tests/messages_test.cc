@@ -330,6 +330,17 @@ TEST(abort_ends_messages_here_and_there) {
   CHECK_THROWS(AbortedError, ranks.at(0).wait(start_receive(ranks.at(0), 1, 0, a)));
 }
 
+TEST(abort_ends_messages_of_others_too) {
+  Ranks ranks(3);
+  std::vector<std::byte> a(10), b(1 << 20);
+  const MessagePtr received = start_receive(ranks.at(1), 2, 0, a), sent = start_send(ranks.at(1), 2, 1, b);
+  ranks.at(0).abort();
+  const auto start = Clock::now();
+  CHECK(check::contains(CHECK_THROWS(AbortedError, ranks.at(1).wait(received)), "rank 0 aborted the group"));
+  CHECK_THROWS(AbortedError, ranks.at(1).wait(sent));
+  CHECK(Clock::now() - start < 10s);
+}
+
 TEST(nothing_is_held_up_after_an_abort_or_a_damaged_channel) {
   for (const bool is_aborted : {true, false}) {
     auto best = Clock::duration::max();  // of three: the machine may be busy

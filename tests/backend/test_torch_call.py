@@ -194,12 +194,28 @@ class Inside(Tensor):
         return Inside(function(*[each.inside for each in args], **(kwargs or {})))
 
 
+class Outside(Tensor):
+    """Stands for three numbers of a tensor that it does not show."""
+
+    @staticmethod
+    def __new__(cls) -> Outside:
+        return Tensor._make_wrapper_subclass(cls, (3,), strides=(1,), storage_offset=4)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return cls()
+
+
 def without_memory() -> Iterator[Tensor]:
     with FakeTensorMode():
         yield torch.ones(3)
-    freed = torch.ones(3)
-    freed.untyped_storage().resize_(0)
-    yield freed
+        yield torch.ones(10)[4:]
+    for dtype in (torch.float32, torch.bool):  # one that is reduced through gloo
+        freed = torch.ones(3, dtype=dtype)
+        view = freed[1:]
+        freed.untyped_storage().resize_(0)
+        yield from (freed, view)
+    yield Outside()
     yield torch._efficientzerotensor((3,))
 
 
@@ -207,12 +223,13 @@ def test_tensors_without_memory_are_an_error_and_not_a_crash(pool: WorkerPool) -
     def body(rank: int, world: int) -> None:
         for tensor in without_memory():
             assert not is_taken([tensor], options())
+            other = torch.ones(tensor.shape, dtype=tensor.dtype)
             calls = (
                 lambda: dist.all_reduce(tensor),  # noqa: B023
                 lambda: dist.broadcast(tensor, 0),  # noqa: B023
-                lambda: dist.all_gather([torch.ones(3)], tensor),  # noqa: B023
-                lambda: dist.all_gather([tensor], torch.ones(3)),  # noqa: B023
-                lambda: dist.all_to_all([tensor], [torch.ones(3)]),  # noqa: B023
+                lambda: dist.all_gather([other], tensor),  # noqa: B023
+                lambda: dist.all_gather([tensor], other),  # noqa: B023
+                lambda: dist.all_to_all([tensor], [other]),  # noqa: B023
             )
             for call in calls:
                 assert "no memory" in raised(call, ArgumentError)
@@ -232,6 +249,13 @@ def test_what_is_inside_a_tensor_is_reduced_if_it_says_where_that_is(pool: Worke
         dist.broadcast(gathered, 0)
         dist.all_gather([gathered, torch.zeros(3)], torch.full((3,), rank + 1.0))
         assert torch.equal(gathered + 0, torch.ones(3))
+        part = functional.all_reduce(torch.zeros(6), "sum", dist.group.WORLD)[3:]
+        dist.all_reduce(part)
+        assert torch.equal(part + 0, torch.zeros(3))
+        given = torch.tensor([rank == 0, False])
+        either = functional.all_reduce(given, "max", dist.group.WORLD)  # through gloo
+        dist.all_reduce(either, Op.MAX)
+        assert (either | False).tolist() == [True, False]
 
     run(pool, body)
 

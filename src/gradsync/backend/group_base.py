@@ -25,6 +25,7 @@ from gradsync.backend.flows import Clock, Flow, explained
 from gradsync.backend.hierarchy import Hierarchy
 from gradsync.backend.members import by_machine, check_alive, exchange, myself
 from gradsync.backend.monitored_barrier import MonitoredBarrier
+from gradsync.backend.places import with_memory
 from gradsync.backend.shared_memory import Reduction, SharedMemory, Started
 from gradsync.backend.work import DONE, Notifier, Record, SharedMemoryWork
 from gradsync.errors import AbortedError, FaultError
@@ -224,6 +225,8 @@ class GroupBase(dist.ProcessGroup):
 
     def _by_engine(self, method: str, *arguments: Any, opts: Any) -> Work:
         """A collective that has no way of ours. All ranks come here at the same one."""
+        outputs = list(tensors_in(arguments[:1]))
+        arguments = with_memory(arguments)
         tensors = list(tensors_in(arguments))
 
         def call(engine: Any) -> Any:
@@ -245,7 +248,7 @@ class GroupBase(dist.ProcessGroup):
             words, look = f"{name} through gloo", self._check_not_ended
             flow = Flow.begin(words, begin, self._local, Clock(seconds), look=look)
             started = Started(flow, tensors, None, later)
-        return self._work(CALLS[method][0], started, list(tensors_in(arguments[:1])), tensors)
+        return self._work(CALLS[method][0], started, outputs, tensors)
 
     def _check_not_ended(self) -> None:
         if self._is_aborted or self._closed:
@@ -255,7 +258,7 @@ class GroupBase(dist.ProcessGroup):
         """A message that has no way of ours."""
         engine = engine_for(self, self._engines, tensor.device)
         rest = (tag,) if other is None else (other, tag)
-        begin = partial(getattr(engine, method), [tensor], *rest)
+        begin = partial(getattr(engine, method), [with_memory(tensor)], *rest)
         if not tensor.is_cpu:
             return begin()
         whom = None if other is None else self.members[other]

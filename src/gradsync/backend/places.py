@@ -6,6 +6,7 @@ A tensor is taken as it is if it is contiguous. Any other is copied, and copied 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class Places:
 def address_of(flat: Tensor) -> int:
     """Where its memory is."""
     address = flat.data_ptr()
-    if not address and flat.numel():
+    if flat.numel() and address == flat.storage_offset() * flat.element_size():  # from nowhere on
         raise ArgumentError(
             f"A tensor of {tuple(flat.shape)}, a {type(flat).__name__}, has no memory that another "
             f"rank could read: it is fake, has been freed, or stands for others inside it."
@@ -103,6 +104,18 @@ def plain(tensor: Tensor) -> Tensor:
     tensor = _waited_for(tensor)
     detached = tensor.detach()
     return detached if _is_plain(tensor) else detached.contiguous().resolve_conj().resolve_neg()
+
+
+def with_memory(arguments: Any) -> Any:
+    """Tensors in lists of lists, of which gloo is to read and write the memory."""
+    if isinstance(arguments, Tensor):
+        tensor = _waited_for(arguments)
+        if tensor.is_cpu and tensor.layout == torch.strided:
+            address_of(tensor)
+        return tensor
+    if isinstance(arguments, list | tuple):
+        return [with_memory(each) for each in arguments]
+    return arguments
 
 
 def _waited_for(tensor: Tensor) -> Tensor:
