@@ -197,6 +197,7 @@ void Context::close() {
   if (!is_owned_here()) return;
   std::unique_lock<std::mutex> lock(mutex_);
   if (is_closing_ && !worker_.joinable()) return;
+  if (!is_running_) finish_ready(0);  // nobody has waited for it, but all have come
   is_closing_ = true;
   const bool is_pending = !queue_.empty();
   if (is_pending) members_.abort();

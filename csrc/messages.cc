@@ -395,8 +395,9 @@ void Messages::check_peers(bool& overdue) {
   }
 }
 
-// Throws if a message from or to `peer` cannot succeed any more. Who aborts ends those of others too. Who left owes nothing to one from anywhere,
-// as long as others are there who may send it; who was killed may have been about to.
+// Throws if a message from or to `peer` cannot succeed any more. Who aborts ends those of others too. Who left
+// owes nothing to one from anywhere, as long as others are there who may send it; who was killed may have been
+// about to.
 void Messages::check(const Message& message, int peer, const std::vector<bool>& gone) const {
   for (int rank = 0; rank < members_.world(); ++rank) {
     if (rank != members_.rank() && members_.ends_all(rank)) members_.check(rank, errand(message));

@@ -10,7 +10,8 @@ namespace {
 
 // What DLPack 1 lays down of a tensor, of its dtype and of the table.
 constexpr std::int32_t kCpu = 1;
-// Below, an address may be an offset from nowhere: a view of what has been freed, is fake or stands for others.
+// Below, an address may be an offset from nowhere: of a view of what has been freed, is fake or stands for
+// others. It may also be a heap's, in a program that is not loaded anywhere.
 constexpr Address kLowest = Address{1} << 38;
 enum Code : std::uint8_t { kInt, kUInt, kFloat, kBFloat = 4 };
 
@@ -95,6 +96,7 @@ TorchCall::TorchCall(const py::object& table, std::map<Py_hash_t, int> ops, py::
       no_timeout_(std::move(no_timeout)),
       is_profiling_(std::move(is_profiling)),
       is_neg_(name("is_neg")),
+      storage_offset_(name("storage_offset")),
       async_(name("asyncOp")),
       timeout_(name("timeout")),
       op_(name("reduceOp")) {
@@ -128,6 +130,13 @@ bool TorchCall::is_for_us(PyObject* options, ReduceOp& op) const {
   return true;
 }
 
+// In its storage, in elements.
+Address TorchCall::offset_of(PyObject* tensor) const {
+  const Address offset = PyLong_AsSize_t(taken(PyObject_CallMethodNoArgs(tensor, storage_offset_.ptr())).ptr());
+  if (PyErr_Occurred()) throw py::error_already_set();
+  return offset;
+}
+
 bool TorchCall::look(PyObject* tensor, Plain& found) const {
   Shown shown;
   if (table_->show(tensor, &shown) != 0) {  // it has nothing to show: sparse, on no device, ...
@@ -135,7 +144,8 @@ bool TorchCall::look(PyObject* tensor, Plain& found) const {
     return false;
   }
   if (shown.device != kCpu || !count_of(shown, found.count)) return false;
-  if (reinterpret_cast<Address>(shown.data) < kLowest && found.count > 0) return false;
+  const auto data = reinterpret_cast<Address>(shown.data);
+  if (data < kLowest && found.count > 0 && data == offset_of(tensor) * (shown.bits / 8)) return false;
   if (is_true(taken(PyObject_CallMethodNoArgs(tensor, is_neg_.ptr())))) return false;
   found.address = reinterpret_cast<Address>(shown.data) + shown.offset;
   found.dtype = dtype_of(shown);

@@ -35,12 +35,13 @@ class TorchCall {
     DType dtype;
   };
   bool look(PyObject* tensor, Plain& found) const;
+  Address offset_of(PyObject* tensor) const;
   bool is_for_us(PyObject* options, ReduceOp& op) const;
 
   const DLPackTable* table_ = nullptr;
   std::map<Py_hash_t, int> ops_;
   pybind11::object no_timeout_, is_profiling_;
-  pybind11::object is_neg_, async_, timeout_, op_;  // names
+  pybind11::object is_neg_, storage_offset_, async_, timeout_, op_;  // names
 };
 
 }  // namespace gradsync

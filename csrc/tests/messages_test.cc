@@ -341,6 +341,22 @@ TEST(abort_ends_messages_of_others_too) {
   CHECK(Clock::now() - start < 10s);
 }
 
+TEST(who_leaves_with_something_done_that_it_has_not_waited_for_ends_nothing) {
+  Ranks ranks(3);
+  std::vector<float> data[3] = {{1.0f}, {2.0f}, {3.0f}};
+  std::vector<OpPtr> ops;
+  for (int rank = 0; rank < 3; ++rank) ranks.at(rank).issue(ops.emplace_back(all_reduce(data[rank])), false);
+  for (const int rank : {1, 2}) ranks.at(rank).wait(ops[static_cast<std::size_t>(rank)]);
+  std::vector<std::byte> sent(10, std::byte{7}), got(10);
+  const MessagePtr expected = start_receive(ranks.at(1), 2, 0, got);
+  ranks.at(0).close();
+  CHECK_EQUAL(data[0][0], 6.0f);
+  std::this_thread::sleep_for(300ms);  // somebody looks for who is gone
+  ranks.at(2).wait(start_send(ranks.at(2), 1, 0, sent));
+  ranks.at(1).wait(expected);
+  CHECK(got == sent);
+}
+
 TEST(nothing_is_held_up_after_an_abort_or_a_damaged_channel) {
   for (const bool is_aborted : {true, false}) {
     auto best = Clock::duration::max();  // of three: the machine may be busy

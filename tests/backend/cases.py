@@ -11,6 +11,7 @@ from oracle import Op, values
 from torch import Tensor
 
 Group = dist.ProcessGroup
+GAP = 77
 
 
 def maker(rank: int, size: int, dtype: torch.dtype) -> Callable[[int], Tensor]:
@@ -84,6 +85,28 @@ class Maker:
         return tensor.view(torch.uint8) if self.as_bytes else tensor
 
 
+class WithGaps(Maker):
+    """The same as every second element of something longer."""
+
+    def __call__(self, seed: int, size: int | None = None) -> Tensor:
+        return _with_gaps(super().__call__(seed, size))
+
+    def empty(self, size: int | None = None) -> Tensor:
+        return _with_gaps(super().empty(size))
+
+
+def _with_gaps(tensor: Tensor) -> Tensor:
+    wide = torch.full((2 * tensor.numel(),), GAP, dtype=tensor.dtype)
+    wide[::2] = tensor
+    return wide[::2]
+
+
+def gaps_are_untouched(tensor: Tensor) -> bool:
+    if tensor._base is None or not tensor.numel() or tensor.stride() != (2,):
+        return True
+    return bool(tensor._base[1::2].eq(GAP).all())
+
+
 def broadcast(group: Group | None, world: int, make: Maker) -> list[Tensor]:
     tensors = [make(root) for root in range(world)]
     for root, tensor in enumerate(tensors):
@@ -154,3 +177,42 @@ MOVES = (
     all_to_all_even,
     all_to_all_uneven,
 )
+
+
+def check_against_gloo(rank: int, world: int) -> None:
+    """All of them on the default group, with and without gaps, and on gloo."""
+    gloo = dist.new_group(backend="gloo")
+    for dtype in (torch.float32, torch.int64):
+        usual, gaps = (kind(rank, 6 * world, dtype, as_bytes=False) for kind in (Maker, WithGaps))
+        for case in MOVES:
+            right = case(gloo, world, usual)
+            check_alike(case.__name__, [case(None, world, make) for make in (usual, gaps)], right)
+        for case in REDUCTIONS:
+            right = case(gloo, world, usual, Op.SUM)
+            ours = [case(None, world, make, Op.SUM) for make in (usual, gaps)]
+            check_alike(case.__name__, ours, right)
+    pair = [rank, rank ^ 1]
+    if max(pair) < world:
+        tensor = gaps(30)
+        if rank % 2:
+            dist.recv(tensor, rank - 1)
+            assert torch.equal(tensor, values(rank - 1, usual.size, torch.int64, 30))
+            assert gaps_are_untouched(tensor)
+        else:
+            dist.send(tensor, rank + 1)
+    negated = torch._neg_view(torch.tensor([float(rank), -1.0]))
+    dist.reduce(negated, 0, Op.MAX)
+    if rank == 0:
+        assert negated.tolist() == [0.0, 1.0]
+    matrix = torch.zeros(4, 2, dtype=torch.bool)
+    matrix[rank, 0] = True
+    dist.all_reduce(matrix[:, 0], Op.MAX)
+    assert matrix[:world, 0].all()
+    assert not matrix[:, 1].any()
+
+
+def check_alike(name: str, ours: list[list[Tensor]], right: list[Tensor]) -> None:
+    for results in ours:
+        for got, expected in zip(results, right, strict=True):
+            torch.testing.assert_close(got, expected)  # gloo adds in another order
+            assert gaps_are_untouched(got), name

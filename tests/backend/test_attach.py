@@ -18,6 +18,7 @@ import pytest
 import seccomp
 import torch
 import torch.distributed as dist
+from cases import check_against_gloo
 from forked import Nursery
 from operations import OPERATIONS, perform
 from promptness import check_best_of_three
@@ -360,6 +361,7 @@ def fall_back(rank: int, world: int, reason: str) -> None:
     tensor = torch.full((1000,), float(rank))
     dist.all_reduce(tensor)
     assert tensor.eq(1).all()
+    check_against_gloo(rank, world)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         again = dist.new_group(backend="gradsync")

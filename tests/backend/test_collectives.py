@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from cases import MOVES, REDUCTIONS, Maker, maker
+from cases import MOVES, REDUCTIONS, Maker, check_against_gloo, maker
 from oracle import (
     ARITHMETIC,
     BITWISE,
@@ -286,6 +286,10 @@ class TestShapes:
             assert torch.equal(parameter.detach(), torch.ones(4))
 
         run(pool, body, 3)
+
+
+def test_all_is_as_on_gloo_also_with_gaps(pool: WorkerPool) -> None:
+    run(pool, check_against_gloo, 3)
 
 
 class TestSymmetricMemory:

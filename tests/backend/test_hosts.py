@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import check_against_gloo
 from forked import Nursery
 from hosts import machines
 from operations import OPERATIONS, perform
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from gradsync import ArgumentError
 from gradsync.backend import hierarchy
 
 LAYOUTS = {"2+1": "aab", "mixed 2+2": "abab", "1+1+2": "abcc"}
@@ -175,6 +178,27 @@ def test_everything_else_goes_through_gloo(nursery: Nursery) -> None:
             dist.all_reduce(tensor, group=group)
 
     for ending in nursery.run(run, **machines("aab")):
+        ending.unwrap()
+
+
+def test_results_are_those_of_gloo(nursery: Nursery) -> None:
+    for layout in ("ab", "aab"):
+        for ending in nursery.run(check_against_gloo, **machines(layout)):
+            ending.unwrap()
+
+
+def test_a_tensor_without_memory_is_an_error_and_the_group_lives(nursery: Nursery) -> None:
+    def run(rank: int, world: int) -> None:
+        with FakeTensorMode():
+            fake = torch.ones(10)[4:]
+        for call in (lambda: dist.all_reduce(fake), lambda: dist.broadcast(fake, 0)):
+            with pytest.raises(ArgumentError, match="no memory"):
+                call()
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        assert tensor.eq(world).all()
+
+    for ending in nursery.run(run, **machines("ab")):
         ending.unwrap()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
@@ -70,6 +72,28 @@ def test_what_is_contiguous_in_odd_ways_is_taken(pool: WorkerPool) -> None:
         for tensor in contiguous_in_odd_ways():
             assert is_taken([tensor], options())
             assert torch.equal(tensor.detach(), torch.full_like(tensor, world))
+
+    run(pool, body)
+
+
+def at_low_addresses() -> Tensor:
+    """Three ones where programs that are not loaded anywhere have their heap."""
+    low, length = 0x4000_0000, mmap.PAGESIZE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10_0000  # MAP_FIXED_NOREPLACE
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    found = libc.mmap(low, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    assert found == low
+    memory = (ctypes.c_float * 4).from_address(low)
+    return torch.frombuffer(memory, dtype=torch.float32)[1:].fill_(1.0)
+
+
+def test_low_addresses_are_as_good_as_any(pool: WorkerPool) -> None:
+    def body(rank: int, world: int) -> None:
+        tensor = at_low_addresses()
+        assert is_taken([tensor], options())
+        assert torch.equal(tensor, torch.full((3,), 2.0))
 
     run(pool, body)
 

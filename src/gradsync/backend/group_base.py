@@ -25,7 +25,7 @@ from gradsync.backend.flows import Clock, Flow, explained
 from gradsync.backend.hierarchy import Hierarchy
 from gradsync.backend.members import by_machine, check_alive, exchange, myself
 from gradsync.backend.monitored_barrier import MonitoredBarrier
-from gradsync.backend.places import with_memory
+from gradsync.backend.places import for_gloo
 from gradsync.backend.shared_memory import Reduction, SharedMemory, Started
 from gradsync.backend.work import DONE, Notifier, Record, SharedMemoryWork
 from gradsync.errors import AbortedError, FaultError
@@ -226,11 +226,11 @@ class GroupBase(dist.ProcessGroup):
     def _by_engine(self, method: str, *arguments: Any, opts: Any) -> Work:
         """A collective that has no way of ours. All ranks come here at the same one."""
         outputs = list(tensors_in(arguments[:1]))
-        arguments = with_memory(arguments)
-        tensors = list(tensors_in(arguments))
+        given, finish = for_gloo(arguments)
+        tensors = list(tensors_in(given))
 
         def call(engine: Any) -> Any:
-            return getattr(engine, method)(*arguments, opts)
+            return getattr(engine, method)(*given, opts)
 
         if tensors and not tensors[0].is_cpu:
             return call(engine_for(self, self._engines, tensors[0].device))
@@ -248,6 +248,7 @@ class GroupBase(dist.ProcessGroup):
             words, look = f"{name} through gloo", self._check_not_ended
             flow = Flow.begin(words, begin, self._local, Clock(seconds), look=look)
             started = Started(flow, tensors, None, later)
+        started.finish = finish
         return self._work(CALLS[method][0], started, outputs, tensors)
 
     def _check_not_ended(self) -> None:
@@ -258,14 +259,16 @@ class GroupBase(dist.ProcessGroup):
         """A message that has no way of ours."""
         engine = engine_for(self, self._engines, tensor.device)
         rest = (tag,) if other is None else (other, tag)
-        begin = partial(getattr(engine, method), [with_memory(tensor)], *rest)
+        (given,), finish = for_gloo([[tensor]])
+        begin = partial(getattr(engine, method), given, *rest)
         if not tensor.is_cpu:
             return begin()
         whom = None if other is None else self.members[other]
         words = f"{method}({describe(tensor)}) through gloo"
         clock = Clock(self.timeout_seconds)
         flow = Flow.begin(words, begin, self._local, clock, other=whom)
-        return self._work(method, Started(flow, tensor), [tensor])
+        started = Started(flow, given, None if method == "send" else finish)
+        return self._work(method, started, [tensor])
 
     def _detour(self) -> Detour | None:
         """For ranks that share memory, made when it is first needed."""

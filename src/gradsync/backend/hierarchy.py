@@ -39,7 +39,7 @@ from gradsync.backend.flows import Clock, is_late, lost
 from gradsync.backend.lane import Call, Lane, Task
 from gradsync.backend.members import Member, fetch, is_alive
 from gradsync.backend.notices import Told, first_line
-from gradsync.backend.places import in_place
+from gradsync.backend.places import address_of, in_place
 from gradsync.backend.shared_memory import SharedMemory, Started
 from gradsync.errors import (
     AbortedError,
@@ -118,6 +118,7 @@ class Hierarchy(Lane):
     def all_reduce(self, tensor: Tensor, op: ReduceOp, seconds: float, *, later: bool) -> Started:
         """Reduce ``tensor`` in place over all ranks of all machines."""
         flat, finish = in_place(tensor)
+        address_of(flat)
         work = flat
         if op is ReduceOp.AVG and flat.dtype is torch.float16:
             work = flat.float()  # the sum of a machine might be too large
@@ -165,6 +166,7 @@ class Hierarchy(Lane):
     def broadcast(self, tensor: Tensor, root: int, seconds: float, *, later: bool) -> Started:
         """Overwrite ``tensor`` on all machines with that of rank ``root`` of the group."""
         flat, finish = in_place(tensor)
+        address_of(flat)
         chunks = _chunks(flat.view(-1).view(torch.uint8))
         source = next(
             index

@@ -95,6 +95,7 @@ def to_fill(tensor: Tensor) -> tuple[Tensor, Finish | None]:
     tensor = _waited_for(tensor)
     if _is_plain(tensor):
         return _real(tensor.detach()), None
+    address_of(tensor)
     copy = torch.empty(tensor.shape, dtype=tensor.dtype)
     return _real(copy), lambda: tensor.detach().copy_(copy)
 
@@ -102,20 +103,35 @@ def to_fill(tensor: Tensor) -> tuple[Tensor, Finish | None]:
 def plain(tensor: Tensor) -> Tensor:
     """The tensor's values, one after the other: itself, or a copy."""
     tensor = _waited_for(tensor)
-    detached = tensor.detach()
-    return detached if _is_plain(tensor) else detached.contiguous().resolve_conj().resolve_neg()
+    if _is_plain(tensor):
+        return tensor.detach()
+    address_of(tensor)
+    return tensor.detach().contiguous().resolve_conj().resolve_neg()
 
 
-def with_memory(arguments: Any) -> Any:
-    """Tensors in lists of lists, of which gloo is to read and write the memory."""
-    if isinstance(arguments, Tensor):
-        tensor = _waited_for(arguments)
-        if tensor.is_cpu and tensor.layout == torch.strided:
-            address_of(tensor)
-        return tensor
-    if isinstance(arguments, list | tuple):
-        return [with_memory(each) for each in arguments]
-    return arguments
+def for_gloo(arguments: Sequence[Any]) -> tuple[list[Any], Finish | None]:
+    """Arguments of a collective as gloo can use them, which goes by addresses alone.
+
+    The tensors of the first one are read and written: what brings them back comes second.
+    """
+    finishes: list[Finish] = []
+
+    def usable(argument: Any, *, is_written: bool) -> Any:
+        if isinstance(argument, list | tuple):
+            return [usable(each, is_written=is_written) for each in argument]
+        if not isinstance(argument, Tensor):
+            return argument
+        tensor = _waited_for(argument)
+        if not tensor.is_cpu or tensor.layout is not torch.strided:
+            return tensor
+        values = plain(tensor)
+        address_of(values)
+        if not _is_plain(tensor) and is_written:
+            finishes.append(lambda: tensor.detach().copy_(values))
+        return values
+
+    given = [usable(each, is_written=at == 0) for at, each in enumerate(arguments)]
+    return given, (lambda: [finish() for finish in finishes]) if finishes else None
 
 
 def _waited_for(tensor: Tensor) -> Tensor:
