@@ -106,6 +106,9 @@ def process_group() -> Iterator[None]:
             "gloo", timeout=timeout, store=dist.HashStore(), rank=0, world_size=1
         )
     yield
+    # A thread of gloo's may still hold tensors of the last collective. If it let them go while
+    # Python ends, the process would abort. While it waits here, that thread gets Python's lock.
+    dist.barrier()
     dist.destroy_process_group()
 
 
