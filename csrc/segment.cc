@@ -102,18 +102,19 @@ Segment Segment::open(const Ticket& ticket, std::size_t bytes) {
   }
   Segment segment(file.value, bytes);
   ::close(file.release());
-  segment.descriptor_ = -1;
+  segment.descriptor_ = kNone;
   return segment;
 }
 
 Segment::Segment(int descriptor, std::size_t bytes) : descriptor_(descriptor), size_(bytes) {
-  void* address = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+  const int flags = MAP_SHARED | (descriptor == kNone ? MAP_ANONYMOUS : 0);
+  void* address = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, descriptor, 0);
   if (address == MAP_FAILED) throw SystemError(reason("mmap of " + std::to_string(bytes) + " bytes"));
   data_ = static_cast<std::byte*>(address);
 }
 
 Segment::Segment(Segment&& other) noexcept
-    : descriptor_(std::exchange(other.descriptor_, -1)),
+    : descriptor_(std::exchange(other.descriptor_, kNone)),
       data_(std::exchange(other.data_, nullptr)),
       size_(std::exchange(other.size_, 0)) {}
 
@@ -138,7 +139,7 @@ void Segment::discard() {
 }
 
 void Segment::close_descriptor() {
-  if (descriptor_ >= 0) ::close(std::exchange(descriptor_, -1));
+  if (descriptor_ >= 0) ::close(std::exchange(descriptor_, kNone));
 }
 
 }  // namespace gradsync

@@ -27,6 +27,8 @@ class Segment {
   // Maps another process' segment, after checking that it is one: the same user's, sealed against
   // changes of its size, and exactly as large as `bytes`.
   static Segment open(const Ticket& ticket, std::size_t bytes);
+  // Memory that nobody else can map, for a rank that has nobody to share with. It needs no file.
+  static Segment alone(std::size_t bytes) { return Segment(kNone, bytes); }
 
   Segment() = default;
   Segment(Segment&& other) noexcept;
@@ -42,9 +44,11 @@ class Segment {
   void close_descriptor();
 
  private:
+  static constexpr int kNone = -1;
+
   Segment(int descriptor, std::size_t bytes);
 
-  int descriptor_ = -1;
+  int descriptor_ = kNone;
   std::byte* data_ = nullptr;
   std::size_t size_ = 0;
 };

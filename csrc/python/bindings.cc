@@ -220,6 +220,7 @@ PYBIND11_MODULE(_native, module) {
   py::class_<Segment>(module, "Segment")
       .def_static("create", [](int world) { return Segment::create(Layout(world).bytes()); },
                   py::arg("world"))
+      .def_static("alone", [] { return Segment::alone(Layout(1).bytes()); })
       .def_static("open", [](int world, std::int64_t pid, std::int64_t descriptor, std::uint64_t bytes) {
         return Segment::open({pid, descriptor, bytes}, Layout(world).bytes());
       }, py::arg("world"), py::arg("pid"), py::arg("descriptor"), py::arg("bytes"));

@@ -47,6 +47,19 @@ TEST(who_opens_a_segment_sees_what_its_maker_writes_and_back) {
   CHECK(made.data()[0] == std::byte{17});
 }
 
+TEST(a_segment_of_one_rank_alone_needs_no_file_and_cannot_be_opened) {
+  const int before = open_descriptors();
+  Segment made = Segment::alone(kBytes);
+  CHECK_EQUAL(open_descriptors(), before);
+  CHECK_EQUAL(made.size(), kBytes);
+  for (std::size_t i = 0; i < kBytes; ++i) CHECK(made.data()[i] == std::byte{0});
+  made.data()[kBytes - 1] = std::byte{42};
+  CHECK_THROWS(InvalidError, Segment::open(made.ticket(), kBytes));
+  made.close_descriptor();
+  Segment moved(std::move(made));
+  CHECK(moved.data()[kBytes - 1] == std::byte{42});
+}
+
 TEST(the_ticket_of_a_child_after_fork_names_the_child) {
   Segment made = Segment::create(kBytes);
   CHECK_EQUAL(made.ticket().pid, static_cast<std::int64_t>(::getpid()));

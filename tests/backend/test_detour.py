@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import threading
@@ -12,7 +11,6 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-import seccomp
 import torch
 import torch.distributed as dist
 from forked import Nursery
@@ -280,57 +278,4 @@ def test_what_waits_for_gloo_ends_with_its_group(nursery: Nursery, how: str) -> 
         store.set("ended", "")
 
     for ending in nursery.run(run):
-        ending.unwrap()
-
-
-@seccomp.needed
-def test_without_shared_memory_a_killed_rank_is_named_too(nursery: Nursery) -> None:
-    def prepare(rank: int) -> None:
-        seccomp.forbid("memfd_create", errno.EPERM)
-
-    def run(rank: int, world: int) -> Any:
-        assert not dist.group.WORLD.shares_memory
-        dist.all_reduce(torch.ones(3))
-        dist.barrier()
-        if rank == 1:
-            time.sleep(0.2)
-            os.kill(os.getpid(), signal.SIGKILL)
-        calls: list[Callable[[], Any]] = [
-            lambda: dist.all_reduce(torch.ones(3)),
-            lambda: dist.all_reduce(torch.ones(3), async_op=True).wait(),
-            lambda: dist.all_reduce(torch.ones(3), async_op=True).get_future().wait(),
-            lambda: dist.recv(torch.ones(3), 1),
-        ]
-        for call in calls:
-            with pytest.raises(PeerLostError, match=r"rank 1 \(pid .* through gloo") as caught:
-                call()
-            assert caught.value.rank == 1
-        return time.monotonic()
-
-    survivor, victim = nursery.run(run, prepare=prepare)
-    assert survivor.unwrap() - victim.ended < SECONDS
-
-
-@seccomp.needed
-@pytest.mark.parametrize("how", ["abort", "destroy"])
-def test_without_shared_memory_a_wait_ends_with_its_group_too(nursery: Nursery, how: str) -> None:
-    def prepare(rank: int) -> None:
-        seccomp.forbid("memfd_create", errno.EPERM)
-
-    def run(rank: int, world: int) -> None:
-        group = dist.new_group(backend="gradsync")
-        store = dist.distributed_c10d._get_default_store()
-        dist.barrier()
-        if rank == 1:
-            store.wait(["ended"], timedelta(seconds=30))
-            return
-        work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
-        began = time.monotonic()
-        once_waiting(group.abort if how == "abort" else group.shutdown)
-        with pytest.raises(AbortedError):
-            work.wait()
-        assert time.monotonic() - began < SECONDS
-        store.set("ended", "")
-
-    for ending in nursery.run(run, prepare=prepare):
         ending.unwrap()

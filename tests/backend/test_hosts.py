@@ -264,7 +264,7 @@ def test_a_group_of_one_machine_inside_several_shares_memory(nursery: Nursery) -
         ending.unwrap()
 
 
-def test_without_memory_to_share_on_one_machine_all_use_gloo(nursery: Nursery) -> None:
+def test_ranks_of_a_machine_that_cannot_share_memory_are_in_a_place_each(nursery: Nursery) -> None:
     def run(rank: int, world: int) -> None:
         from gradsync.backend import attach
 
@@ -278,13 +278,15 @@ def test_without_memory_to_share_on_one_machine_all_use_gloo(nursery: Nursery) -
             warnings.simplefilter("always")
             group = dist.new_group(backend="gradsync", timeout=timedelta(seconds=20))
         told = [str(each.message) for each in caught if "gradsync" in str(each.message)]
-        assert group._hierarchy is None
+        places = [[member.rank for member in place] for place in group._hierarchy._places]
+        assert places == [[0], [1], [2, 3]]
         assert len(told) == (rank == 0), told
-        tensor = torch.ones(3)
-        dist.all_reduce(tensor, group=group)
-        assert tensor.eq(world).all()
+        dist.group.WORLD = group
+        for make in (make for name, make in OPERATIONS.items() if "symmetric" not in name):
+            perform(make(rank, world), "sync")
+        check_against_gloo(rank, world)
 
-    for ending in nursery.run(run, **machines("aab")):
+    for ending in nursery.run(run, **machines("aabb")):
         ending.unwrap()
 
 

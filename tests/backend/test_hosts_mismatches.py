@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import seccomp
 import torch
 import torch.distributed as dist
 from forked import Nursery
-from hosts import machines
+from hosts import apart, machines
 from promptness import SECONDS
 
 from gradsync import CollectiveMismatchError
@@ -91,6 +92,31 @@ def test_ranks_that_call_something_else_are_shown_on_all_machines(
         assert elapsed < SECONDS
 
 
+@seccomp.needed
+@pytest.mark.parametrize("difference", MISMATCHES)
+def test_ranks_that_cannot_share_memory_are_shown_too_and_the_group_can_be_used_on(
+    nursery: Nursery, difference: str
+) -> None:
+    one, call_one, other, call_other = MISMATCHES[difference]
+
+    def run(rank: int, world: int) -> str:
+        dist.barrier()
+        with pytest.raises(CollectiveMismatchError) as caught:
+            call_one() if rank == 1 else call_other()
+        tensor = torch.full((2,), rank + 1.0)
+        dist.all_reduce(tensor)
+        assert tensor.eq(6.0).all()
+        return str(caught.value)
+
+    for ending in nursery.run(run, **apart(3)):
+        text = ending.unwrap()
+        assert "collective 2 is not the same on all ranks" in text
+        assert text.count(f": {other}") == 2
+        assert text.count(f": {one}") == 1
+        for rank in range(3):
+            assert f"rank {rank} (pid " in text
+
+
 @pytest.mark.parametrize("layout", ["abba", "aab"])
 def test_ranks_that_do_not_lead_are_not_let_into_gloo_before_the_machines_agree(
     nursery: Nursery, layout: str
@@ -107,7 +133,14 @@ def test_ranks_that_do_not_lead_are_not_let_into_gloo_before_the_machines_agree(
         assert "900000 x float32" in ending.unwrap()
 
 
-def test_sizes_that_only_two_ranks_share_are_compared_between_machines(nursery: Nursery) -> None:
+@pytest.mark.parametrize(
+    ("where", "leaders"),
+    [(machines("aab"), 2), pytest.param(apart(3), 3, marks=seccomp.needed)],
+    ids=["aab", "apart"],
+)
+def test_sizes_that_only_two_ranks_share_are_compared(
+    nursery: Nursery, where: dict[str, Any], leaders: int
+) -> None:
     def run(rank: int, world: int) -> list[str]:
         texts = []
         exchange([1, 2, 3], [rank + 1] * 3)
@@ -124,8 +157,8 @@ def test_sizes_that_only_two_ranks_share_are_compared_between_machines(nursery: 
             texts.append(str(caught.value))
         return texts
 
-    for ending in nursery.run(run, **machines("aab")):
+    for ending in nursery.run(run, **where):
         exchanged, gathered = ending.unwrap()
         assert "sends 16 bytes to rank 2 (pid" in exchanged
         assert "expects 12" in exchanged
-        assert gathered.count("all_gather(3 x float32, and 1 more (") == 2
+        assert gathered.count("all_gather(3 x float32, and 1 more (") == leaders

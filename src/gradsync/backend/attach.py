@@ -1,4 +1,8 @@
-"""Give the ranks of one machine the memory that they share, or agree that there is none."""
+"""Give the ranks of one machine the memory that they share, or agree that there is none.
+
+[Note: alone] Ranks of a machine that cannot share memory are in a place each, as if they were on
+machines of their own: what is between machines keeps its promises between them too.
+"""
 
 import json
 import secrets
@@ -67,6 +71,31 @@ def attach(store: Store, own: Member, local: Sequence[Member]) -> _native.Contex
             stacklevel=2,
         )
     return None
+
+
+def alone(own: Member) -> _native.Context:
+    """A group of this rank only, in memory that nobody else needs to map: [Note: alone]."""
+    peer = (own.pid, own.started, own.label, own.rank, own.host)
+    return _native.Context(_native.Segment.alone(), 0, [peer], 0, 0, is_founder=True)
+
+
+def settle(
+    store: Store, own: Member, machines: Sequence[Sequence[Member]], *, shares: bool
+) -> list[list[Member]]:
+    """Which ranks are in one place, on all machines. ``shares``: they share memory on this one."""
+    neighbours = next(machine for machine in machines if own in machine)
+    if own == neighbours[0]:
+        store.set(f"machine/{own.rank}", "shares" if shares else "alone")
+    answers = fetch(store, [f"machine/{machine[0].rank}" for machine in machines], neighbours)
+    places: list[list[Member]] = []
+    for machine, answer in zip(machines, answers, strict=True):
+        if answer not in (b"alone", b"shares"):
+            raise FaultError(
+                f"What the store holds for {machine[0].host} was not written by gradsync. Do all "
+                "ranks run the same version, and does nobody else use the store?"
+            )
+        places += [list(machine)] if answer == b"shares" else [[member] for member in machine]
+    return places
 
 
 def _map(store: Store, place: str, own: Member, local: Sequence[Member]) -> _native.Context:

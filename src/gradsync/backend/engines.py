@@ -24,18 +24,6 @@ LONGEST_GOODBYE = 0.5  # seconds
 PERIOD_SECONDS = 0.1  # between two looks
 
 
-def let_go(engines: dict[str, Any]) -> None:
-    """Close their connections, which only their end does.
-
-    gloo's end waits for what is under way. Nobody needs to wait for that.
-    """
-    if not engines:
-        return
-    thread = threading.Thread(target=engines.clear, name="gradsync-engines", daemon=True)
-    thread.start()
-    thread.join(LONGEST_GOODBYE)
-
-
 class Engines:
     """Backends of torch's for one group, each made when it is first needed."""
 
@@ -82,11 +70,20 @@ class Engines:
             engine.abort()
 
     def shutdown(self) -> None:
-        """End them; no others are made."""
+        """End them; no others are made.
+
+        gloo's end waits for what is under way. Nobody needs to wait for that.
+        """
         self._closed = True
-        for engine in self._made.values():
-            engine.shutdown()
-        let_go(self._made)
+        if "nccl" in self._made:
+            self._made.pop("nccl").shutdown()
+        if self._made:
+            thread = threading.Thread(target=self._let_go, name="gradsync-engines", daemon=True)
+            thread.start()
+            thread.join(LONGEST_GOODBYE)
+
+    def _let_go(self) -> None:
+        self._made.pop("gloo").shutdown()  # its connections are closed when nobody has it any more
 
     def _try_to_make(self, name: str, made: "queue.SimpleQueue[Any]") -> None:
         try:

@@ -1,4 +1,4 @@
-"""Operations of gloo's under way: how they are waited for, and what their errors mean.
+"""gloo's part: how its connections are made, its operations waited for, its errors explained.
 
 [Note: flows]
 gloo cannot be told to give up a collective. Who waits for one does so in slices, and looks
@@ -8,11 +8,13 @@ meanwhile whether it can still complete. One that is not waited for any more kee
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from gradsync.backend.members import Member, is_alive, is_stopped, loss_of
+from gradsync.backend.engines import Engines
+from gradsync.backend.members import Member, check_alive, is_alive, is_stopped, loss_of
 from gradsync.backend.notices import first_line
 from gradsync.errors import DeadlineError, FaultError, GradsyncError, PeerLostError
 
@@ -44,6 +46,16 @@ class Clock:
         return time.monotonic() - self._deadline
 
 
+def connect(engines: Engines, local: Sequence[Member]) -> None:
+    """Make gloo's engine now: it waits for all ranks, but for none of this machine that ends."""
+    try:
+        engines.gloo(partial(check_alive, local))
+    except GradsyncError:
+        raise
+    except RuntimeError as error:
+        raise explained("a group with gloo that is made", error, local) from error
+
+
 def await_flow(flow: dist.Work, look: Callable[[], None], clock: Clock) -> None:
     """Wait for a collective of gloo's; ``look`` is called meanwhile, and may raise."""
     while True:
@@ -65,11 +77,10 @@ def await_flow(flow: dist.Work, look: Callable[[], None], clock: Clock) -> None:
 
 
 class Flow:
-    """An operation of gloo's under way, that nothing is known of but what gloo says.
+    """A message of gloo's under way, that nothing is known of but what gloo says.
 
-    ``other`` is with whom, if it is a message. ``look`` raises if it is not to be waited for any
-    more; messages have none, since gloo ends all of a group if one is waited for in slices.
-    ``done`` is not known of messages either, so who waits says for how long.
+    ``other`` is with whom, if that is known. It is not waited for in slices, as gloo ends all of a
+    group if a wait for a message ends. ``done`` is not known either: who waits says for how long.
     """
 
     def __init__(
@@ -78,16 +89,13 @@ class Flow:
         work: Any,
         neighbours: Sequence[Member],
         clock: Clock,
-        *,
-        other: Member | None = None,
-        look: Callable[[], None] | None = None,
+        other: Member | None,
     ) -> None:
         self._name = name
         self._clock = clock
         self._work = work
         self._neighbours = neighbours
         self._other = other
-        self._look = look
         self._is_over = False
 
     @classmethod
@@ -97,19 +105,17 @@ class Flow:
         call: Callable[[], Any],
         neighbours: Sequence[Member],
         clock: Clock,
-        *,
-        other: Member | None = None,
-        look: Callable[[], None] | None = None,
+        other: Member | None,
     ) -> "Flow":
         """Begin what ``call`` begins, and raise what users know if it fails already."""
         try:
-            return cls(name, call(), neighbours, clock, other=other, look=look)
+            return cls(name, call(), neighbours, clock, other)
         except RuntimeError as error:
             raise explained(name, error, neighbours, other) from error
 
     @property
     def done(self) -> bool:
-        """Would ``wait`` return at once? gloo does not say so of messages."""
+        """Would ``wait`` return at once? gloo does not say so of all that would."""
         return self._is_over or bool(self._work.is_completed())
 
     @property
@@ -121,13 +127,8 @@ class Flow:
         """Wait for it, for no longer than ``timeout``, and raise what went wrong."""
         left = self._clock.timeout
         try:
-            if self._look is None:
-                self._work.wait(left if timeout is None else min(timeout, left))
-            else:
-                await_flow(self._work, self._look, self._clock)
-        except GradsyncError:
-            raise
-        except (RuntimeError, TimeoutError) as error:
+            self._work.wait(left if timeout is None else min(timeout, left))
+        except RuntimeError as error:
             raise explained(self._name, error, self._neighbours, self._other) from error
         finally:
             self._is_over = True

@@ -16,19 +16,19 @@ from torch._C._distributed_c10d import Store
 
 from gradsync.backend import _native
 from gradsync.backend.arguments import check_rank
-from gradsync.backend.attach import attach
+from gradsync.backend.attach import alone, attach, settle
 from gradsync.backend.calls import CALLS, describe, in_words, piece_sizes, tensors_in
 from gradsync.backend.detour import Detour
 from gradsync.backend.dynamo import leave_alone
 from gradsync.backend.engines import CPU, Engines, configured, engine_for
-from gradsync.backend.flows import Clock, Flow, explained
+from gradsync.backend.flows import Clock, Flow, connect
 from gradsync.backend.hierarchy import Hierarchy
-from gradsync.backend.members import by_machine, check_alive, exchange, myself
+from gradsync.backend.members import by_machine, exchange, myself
 from gradsync.backend.monitored_barrier import MonitoredBarrier
 from gradsync.backend.places import for_gloo
 from gradsync.backend.shared_memory import Reduction, SharedMemory, Started
 from gradsync.backend.work import DONE, Notifier, Record, SharedMemoryWork
-from gradsync.errors import AbortedError, FaultError
+from gradsync.errors import StateError
 
 Work = Any  # ours, or gloo's
 Pending = SharedMemoryWork | Reduction | Started
@@ -53,7 +53,7 @@ class GroupBase(dist.ProcessGroup):
         self._size = size
         self._timeout = timeout
         self.timeout_seconds = timeout.total_seconds()  # the same, for what has to be quick
-        self._closed = self._is_aborted = False
+        self._closed = False
         self._group_name = ""
         self._group_desc = "undefined"
         self.options = SimpleNamespace(_timeout=timeout)  # torch writes more there
@@ -72,16 +72,16 @@ class GroupBase(dist.ProcessGroup):
         self._local = local = next(machine for machine in machines if own in machine)
         self._monitored_barrier = MonitoredBarrier(store, rank, size, self.members)
         context = attach(store, own, local)
-        self._context = context
-        if context is not None and len(machines) == 1:
+        shares = context is not None
+        self._context = context = context or alone(own)
+        if shares and len(machines) == 1:
             self._memory = SharedMemory(context, rank, size)
-        elif len(machines) > 1:
-            memory = None
-            if context is not None:
-                memory = SharedMemory(context, local.index(own), len(local))
-            self._hierarchy = Hierarchy.build(store, own, machines, memory, timeout)
-        if self._memory is None:
-            self._make_gloo()  # now, as messages between two ranks do not wait for the others
+            return
+        places = settle(store, own, machines, shares=shares)
+        here = next(place for place in places if own in place)
+        memory = SharedMemory(context, here.index(own), len(here))
+        connect(self._engines, local)  # now, as messages between two ranks do not wait for others
+        self._hierarchy = Hierarchy(store, own, places, memory, timeout, local)
 
     # ---------------------------------------------------------------- what torch asks for
 
@@ -181,7 +181,6 @@ class GroupBase(dist.ProcessGroup):
 
         Messages through gloo cannot be told, and wait for their deadline.
         """
-        self._is_aborted = True
         if self._context is not None:
             self._context.abort()
         if self._monitored_barrier is not None:
@@ -215,14 +214,6 @@ class GroupBase(dist.ProcessGroup):
 
     # ---------------------------------------------------------------- helpers
 
-    def _make_gloo(self) -> None:
-        try:
-            self._engines.gloo(partial(check_alive, self._local))
-        except RuntimeError as error:
-            if isinstance(error, FaultError):
-                raise
-            raise explained("a group with gloo that is made", error, self._local) from error
-
     def _by_engine(self, method: str, *arguments: Any, opts: Any) -> Work:
         """A collective that has no way of ours. All ranks come here at the same one."""
         outputs = list(tensors_in(arguments[:1]))
@@ -241,19 +232,11 @@ class GroupBase(dist.ProcessGroup):
                 name, call, self._engines, tensors, seconds, later=later,
                 pieces=piece_sizes(method, arguments, self._size),
             )  # fmt: skip
-        elif (detour := self._detour()) is not None:
-            started = detour.collective(name, call, self._engines, tensors, seconds, later=later)
         else:
-            begin = partial(call, self._engines.gloo())
-            words, look = f"{name} through gloo", self._check_not_ended
-            flow = Flow.begin(words, begin, self._local, Clock(seconds), look=look)
-            started = Started(flow, tensors, None, later)
+            detour = self._detour()
+            started = detour.collective(name, call, self._engines, tensors, seconds, later=later)
         started.finish = finish
         return self._work(CALLS[method][0], started, outputs, tensors)
-
-    def _check_not_ended(self) -> None:
-        if self._is_aborted or self._closed:
-            raise AbortedError("The group was aborted.")
 
     def _message_by_engine(self, method: str, tensor: Tensor, other: int | None, tag: int) -> Work:
         """A message that has no way of ours."""
@@ -266,14 +249,16 @@ class GroupBase(dist.ProcessGroup):
         whom = None if other is None else self.members[other]
         words = f"{method}({describe(tensor)}) through gloo"
         clock = Clock(self.timeout_seconds)
-        flow = Flow.begin(words, begin, self._local, clock, other=whom)
+        flow = Flow.begin(words, begin, self._local, clock, whom)
         started = Started(flow, given, None if method == "send" else finish)
         return self._work(method, started, [tensor])
 
-    def _detour(self) -> Detour | None:
+    def _detour(self) -> Detour:
         """For ranks that share memory, made when it is first needed."""
         with self._pending_lock:
-            if self._lane is None and self._memory is not None:
+            if self._memory is None:
+                raise StateError("The process group has been destroyed.")
+            if self._lane is None:
                 self._lane = Detour("gradsync-detour", self._memory, self._local)
             return self._lane
 

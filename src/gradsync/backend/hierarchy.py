@@ -1,13 +1,14 @@
-"""Several machines: shared memory inside each, one flow of gloo's between them.
+"""Several places: shared memory inside each, one flow of gloo's between them.
 
-The first rank of a machine is its leader. A tensor goes in chunks: the ranks of a machine reduce a
-chunk into the leader's, the leaders reduce it over the network, and each leader gives it to its
-machine, while the next chunk is reduced and the one after it is on the way. What works in another
-way goes through gloo between all ranks.
+A place is a machine, or one rank of a machine whose ranks cannot share memory. Its first rank is
+its leader. A tensor goes in chunks: the ranks of a place reduce a chunk into the leader's, the
+leaders reduce it over the network, and each leader gives it to its place, while the next chunk is
+reduced and the one after it is on the way. What works in another way goes through gloo between all
+ranks.
 
 [Note: words first]
-Before anything else the ranks of a machine, and then the leaders, tell each other in words what
-they are about to do: gloo does not compare, and mixes up messages or ends the process. It costs the
+Before anything else the ranks of a place, and then the leaders, tell each other in words what they
+are about to do: gloo does not compare, and mixes up messages or ends the process. It costs the
 leaders one exchange of 128 bytes.
 
 [Note: flows] in flows.py is why the leaders' flows have memory of their own, and never the user's.
@@ -17,7 +18,6 @@ import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,17 +27,16 @@ from torch._C._distributed_c10d import (
     AllreduceOptions,
     BroadcastOptions,
     PrefixStore,
-    ProcessGroupGloo,
     Store,
 )
 
 from gradsync.backend._native import ReduceOp, State
 from gradsync.backend.board import GRACE_SECONDS, Board
 from gradsync.backend.calls import describe
-from gradsync.backend.engines import Engines, let_go
-from gradsync.backend.flows import Clock, is_late, lost
+from gradsync.backend.engines import Engines
+from gradsync.backend.flows import Clock, connect, is_late, lost
 from gradsync.backend.lane import Call, Lane, Task
-from gradsync.backend.members import Member, fetch, is_alive
+from gradsync.backend.members import Member, is_alive
 from gradsync.backend.notices import Told, first_line
 from gradsync.backend.places import address_of, in_place
 from gradsync.backend.shared_memory import SharedMemory, Started
@@ -50,7 +49,7 @@ from gradsync.errors import (
 )
 
 Pieces = tuple[list[int], list[int]]  # bytes to each rank, and from each
-CHUNK_BYTES = 2 * 1024 * 1024
+CHUNK_BYTES = 4 * 1024 * 1024
 TEXT_BYTES = 128
 GLOO_OPS = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
@@ -66,57 +65,40 @@ WIDER = {torch.bfloat16: torch.float32, torch.int16: torch.int32}  # what gloo c
 
 
 class Hierarchy(Lane):
-    """Collectives over the ranks of ``machines``; all of them run in order on one thread."""
+    """Collectives over the ranks of ``places``; all of them run in order on one thread.
+
+    ``memory`` is what the ranks of our own place share. ``local`` are all ranks of this machine.
+    """
 
     def __init__(
         self,
         store: Store,
         own: Member,
-        machines: Sequence[Sequence[Member]],
+        places: Sequence[Sequence[Member]],
         memory: SharedMemory,
         timeout: timedelta,
+        local: Sequence[Member],
     ) -> None:
         self._own = own
-        self._machines = machines
-        self._world = sum(map(len, machines))
-        self._here = next(index for index, machine in enumerate(machines) if own in machine)
+        self._places = places
+        self._local = local
+        self._world = sum(map(len, places))
+        self._here = next(index for index, place in enumerate(places) if own in place)
         self._is_leader = memory.rank == 0
-        self._leaders: Any = None
+        self._all_lead = len(places) == self._world
+        self._desks = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+        leaders = PrefixStore("leaders/", store)
+        self._engines = Engines(leaders, self._here, len(places), timeout)
         if self._is_leader:
-            leaders = PrefixStore("leaders/", store)
-            self._leaders = ProcessGroupGloo(leaders, self._here, len(machines), timeout)
-        super().__init__("gradsync-hosts", memory, machines[self._here])
+            connect(self._engines, local)
+        super().__init__("gradsync-hosts", memory, places[self._here])
         notices = PrefixStore("board/", store)
         self._board = Board(notices, self._here, self, is_leader=self._is_leader)
-
-    @classmethod
-    def build(
-        cls,
-        store: Store,
-        own: Member,
-        machines: Sequence[Sequence[Member]],
-        memory: SharedMemory | None,
-        timeout: timedelta,
-    ) -> "Hierarchy | None":
-        """A hierarchy, if the ranks share memory on every machine."""
-        neighbours = next(machine for machine in machines if own in machine)
-        if own == neighbours[0]:
-            store.set(f"machine/{own.rank}", "alone" if memory is None else "shares")
-        keys = [f"machine/{machine[0].rank}" for machine in machines]
-        answers = fetch(store, keys, neighbours)
-        if any(answer not in (b"alone", b"shares") for answer in answers):
-            raise FaultError(
-                "What the store holds for a machine was not written by gradsync. Do all ranks run "
-                "the same version, and does nobody else use the store?"
-            )
-        if b"alone" in answers or memory is None:
-            return None
-        return cls(store, own, machines, memory, timeout)
 
     # ---------------------------------------------------------------- collectives
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, seconds: float, *, later: bool) -> Started:
-        """Reduce ``tensor`` in place over all ranks of all machines."""
+        """Reduce ``tensor`` in place over all ranks of all places."""
         flat, finish = in_place(tensor)
         address_of(flat)
         work = flat
@@ -140,9 +122,9 @@ class Hierarchy(Lane):
         for index in range(len(chunks) + 1):
             if index < len(chunks):
                 chunk = chunks[index]
-                self.memory.reduce(chunk, inside, 0, clock.left, later=False).handle.wait()
+                self._reduce_here(chunk, inside, clock)
                 if self._is_leader:
-                    flows.append(self._reduce_between(chunk, op, clock))
+                    flows.append(self._reduce_between(chunk, index, op, clock))
             if index > 0:
                 chunk = chunks[index - 1]
                 if self._is_leader:
@@ -152,28 +134,28 @@ class Hierarchy(Lane):
                         rounding = None if copy.is_floating_point() else "trunc"
                         copy.div_(self._world, rounding_mode=rounding)
                     chunk.copy_(copy)
-                self.memory.broadcast(chunk, 0, clock.left, later=False).handle.wait()
+                self._broadcast_here(chunk, 0, clock)
 
     def _reduce_between(
-        self, chunk: Tensor, op: ReduceOp, clock: Clock
+        self, chunk: Tensor, index: int, op: ReduceOp, clock: Clock
     ) -> tuple[dist.Work, Tensor]:
-        copy = chunk.to(WIDER.get(chunk.dtype, chunk.dtype), copy=True)
+        copy = self._desk(index, chunk, WIDER.get(chunk.dtype, chunk.dtype)).copy_(chunk)
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp(GLOO_OPS[op])
         options.timeout = clock.timeout
-        return self._leaders.allreduce([copy], options), copy
+        return self._engines.gloo().allreduce([copy], options), copy
 
     def broadcast(self, tensor: Tensor, root: int, seconds: float, *, later: bool) -> Started:
-        """Overwrite ``tensor`` on all machines with that of rank ``root`` of the group."""
+        """Overwrite ``tensor`` on all ranks with that of rank ``root`` of the group."""
         flat, finish = in_place(tensor)
         address_of(flat)
         chunks = _chunks(flat.view(-1).view(torch.uint8))
         source = next(
             index
-            for index, machine in enumerate(self._machines)
-            if any(member.rank == root for member in machine)
+            for index, place in enumerate(self._places)
+            if any(member.rank == root for member in place)
         )
-        at = [member.rank for member in self._machines[source]].index(root)
+        at = [member.rank for member in self._places[source]].index(root)
         run = partial(self._broadcast, chunks, source, at)
         name = f"broadcast(root {root}, {describe(tensor)})"
         return self._started(name, run, (tensor, flat), seconds, later, finish)
@@ -185,9 +167,9 @@ class Hierarchy(Lane):
             if index < len(chunks):
                 chunk = chunks[index]
                 if is_source:
-                    self.memory.broadcast(chunk, at, clock.left, later=False).handle.wait()
+                    self._broadcast_here(chunk, at, clock)
                 if self._is_leader:
-                    flows.append(self._broadcast_between(chunk, source, clock))
+                    flows.append(self._broadcast_between(chunk, index, source, clock))
             if index > 0:
                 chunk = chunks[index - 1]
                 if self._is_leader:
@@ -197,19 +179,36 @@ class Hierarchy(Lane):
                     if not is_source:
                         chunk.copy_(copy)
                 if not is_source:
-                    self.memory.broadcast(chunk, 0, clock.left, later=False).handle.wait()
+                    self._broadcast_here(chunk, 0, clock)
 
     def _broadcast_between(
-        self, chunk: Tensor, source: int, clock: Clock
+        self, chunk: Tensor, index: int, source: int, clock: Clock
     ) -> tuple[dist.Work, Tensor]:
-        copy = chunk.clone() if self._here == source else torch.empty_like(chunk)
+        copy = self._desk(index, chunk, chunk.dtype)
+        if self._here == source:
+            copy.copy_(chunk)
         options = BroadcastOptions()
         options.rootRank = source
         options.timeout = clock.timeout
-        return self._leaders.broadcast([copy], options), copy
+        return self._engines.gloo().broadcast([copy], options), copy
+
+    def _reduce_here(self, chunk: Tensor, op: ReduceOp, clock: Clock) -> None:
+        if self.memory.size > 1:
+            self.memory.reduce(chunk, op, 0, clock.left, later=False).handle.wait()
+
+    def _broadcast_here(self, chunk: Tensor, root: int, clock: Clock) -> None:
+        if self.memory.size > 1:
+            self.memory.broadcast(chunk, root, clock.left, later=False).handle.wait()
+
+    def _desk(self, index: int, chunk: Tensor, dtype: torch.dtype) -> Tensor:
+        """Memory of the leader's for a flow. Two are under way at a time, so there are two."""
+        size = chunk.numel() * dtype.itemsize
+        if self._desks[index % 2].numel() < size:
+            self._desks[index % 2] = torch.empty(size, dtype=torch.uint8)
+        return self._desks[index % 2][:size].view(dtype).view(chunk.shape)
 
     def barrier(self, seconds: float, *, later: bool) -> Started:
-        """Wait until all ranks of all machines have come here."""
+        """Wait until all ranks of all places have come here."""
 
         def leave_together(clock: Clock) -> None:  # all have come, when the leaders have agreed
             self.memory.barrier(clock.left, later=False).handle.wait()
@@ -230,7 +229,7 @@ class Hierarchy(Lane):
         """Run ``call`` with gloo between all ranks. ``pieces`` are those of an all-to-all."""
 
         def run(clock: Clock) -> None:
-            # Who passes this knows that the leaders agree, on its own machine and so on all.
+            # Who passes this knows that the leaders agree, in its own place and so in all.
             self.memory.barrier(clock.left, later=False).handle.wait()
             if pieces is not None:
                 self._compare(pieces, engines, clock)
@@ -249,7 +248,7 @@ class Hierarchy(Lane):
         differs = table[:, : self._world] != table[:, self._world :].t()
         if differs.any():
             source, target = differs.nonzero()[0].tolist()
-            names = {each.rank: each.label for machine in self._machines for each in machine}
+            names = {each.rank: each.label for place in self._places for each in place}
             raise CollectiveMismatchError(
                 f"collective {self._board.progress} is not the same on all ranks: "
                 f"{names[source]} sends {table[source, target]} bytes to {names[target]}, which "
@@ -281,37 +280,37 @@ class Hierarchy(Lane):
             return
         words = f"{self._board.progress} {text}".encode()[: TEXT_BYTES - 1]
         own = torch.frombuffer(bytearray(words.ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8)
-        all_words = [torch.empty_like(own) for _ in self._machines]
+        all_words = [torch.empty_like(own) for _ in self._places]
         options = AllgatherOptions()
         options.timeout = clock.timeout
-        flow = self._leaders.allgather([all_words], [own], options)
+        flow = self._engines.gloo().allgather([all_words], [own], options)
         self.await_flow(flow, clock, needs_neighbours=True)
         if not all(torch.equal(each, own) for each in all_words):
             told = "; ".join(
-                f"{machine[0].label}: {_said(each)}"
-                for machine, each in zip(self._machines, all_words, strict=True)
+                f"{place[0].label}: {_said(each)}"
+                for place, each in zip(self._places, all_words, strict=True)
             )
             raise CollectiveMismatchError(
-                f"collective {self._board.progress} is not the same on all machines: {told}."
+                f"collective {self._board.progress} is not the same on all ranks: {told}."
             )
 
     # ---------------------------------------------------------------- what goes wrong
 
     def begin(self, task: Task) -> None:
-        """Tell other machines, if they ask, how far this one is."""
+        """Tell other places, if they ask, how far this one is."""
         self._board.progress = task.number
         super().begin(task)
         if self._board.notice is not None:
             raise self._board.notice
 
     def look(self, *, needs_neighbours: bool) -> None:
-        """Raise also what other machines have told."""
+        """Raise also what other places have told."""
         if self._board.notice is not None and self.stop is None:
             raise self._board.notice
         super().look(needs_neighbours=needs_neighbours)
 
     def missing(self) -> list[int]:
-        """For the board: who of this machine has not come to what is under way, or is to come."""
+        """For the board: who of this place has not come to what is under way, or is to come."""
         is_busy = self.ended < self.issued
         positions = self.memory.context.positions()
         own = positions[self.memory.rank]
@@ -339,6 +338,8 @@ class Hierarchy(Lane):
 
     def explain(self, task: Task, error: Exception) -> Exception:
         """What happened, as one rank has found out and told all others."""
+        if isinstance(error, CollectiveMismatchError) and self._all_lead:
+            return error  # all know, and nobody has begun: the group can be used on
         self.broken = error = self._reason(task, error)
         self.give_up(error)
         if self.stop is None:
@@ -357,7 +358,7 @@ class Hierarchy(Lane):
             self.abort()  # by another thread of ours
             return error
         if isinstance(error, DeadlineError) and not self._is_leader:
-            # Our leader is late, since it waits for another machine: it will know for which.
+            # Our leader is late, since it waits for another place: it will know for which.
             return self._board.read(3 * GRACE_SECONDS) or error
         if isinstance(error, PeerLostError | DeadlineError):
             return self._of_all(task, error)  # the native part has told of its part of it
@@ -381,40 +382,46 @@ class Hierarchy(Lane):
     def _roll_call(self, task: Task, error: Exception) -> Told:
         """A flow is cut, or has not come in time. Whose fault is it?"""
         reason = first_line(error)
-        ended = next((member for member in self.neighbours if not is_alive(member)), None)
+        ended = self._ended_here()
         if ended is not None:
             return lost(ended, task.name, reason)
-        answers = self._board.roll_call(len(self._machines))
+        answers = self._board.roll_call(len(self._places))
         if self._board.notice is not None:
             return self._board.notice
+        ended = self._ended_here()  # which is seen a little later than the end of its connections
+        if ended is not None:
+            return lost(ended, task.name, reason)
         if is_late(reason):
             late: list[Member] = []
             for index, answer in answers.items():
-                machine = self._machines[index]
+                place = self._places[index]
                 late += (
-                    machine[:1]
+                    place[:1]
                     if answer is None
-                    else [member for member in machine if member.rank in answer.missing]
+                    else [member for member in place if member.rank in answer.missing]
                 )
             text = f"{task.name}: the deadline has passed (timeout in the network). Not arrived: "
             who = ", ".join(member.label for member in late) or "not known"
             return DeadlineError(f"{text}{who}.", ranks=[member.rank for member in late])
         absent = [index for index, answer in answers.items() if answer is None]
         if absent:
-            leader = self._machines[absent[0]][0]
+            leader = self._places[absent[0]][0]
             how = "does not answer any more, and has closed its connection,"
             return lost(leader, task.name, reason, how=how)
-        leaders = ", ".join(machine[0].label for machine in self._machines)
+        leaders = ", ".join(place[0].label for place in self._places)
         unknown = f" No more is known, as the store fails: {self._board.trouble}."
         return FaultError(
             f"{task.name} failed in the flow between {leaders}: {reason}."
             f"{unknown if self._board.trouble else ''}"
         )
 
+    def _ended_here(self) -> Member | None:
+        return next((member for member in self._local if not is_alive(member)), None)
+
     # ---------------------------------------------------------------- the end
 
     def abort(self) -> None:
-        """Make what is under way fail, here and on other machines."""
+        """Make what is under way fail, here and in other places."""
         if self.stop is None:
             super().abort()
             self._board.post(AbortedError(f"{self._own.label} aborted the group."))
@@ -423,9 +430,7 @@ class Hierarchy(Lane):
         """End the thread. What is still under way fails."""
         super().close()
         self._board.close()
-        if self._is_leader:
-            leaders, self._leaders = {"gloo": self._leaders}, None
-            let_go(leaders)
+        self._engines.shutdown()
 
 
 def _chunks(tensor: Tensor) -> list[Tensor]:
