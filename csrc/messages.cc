@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "probe.h"
+#include "ring.h"
 
 namespace gradsync {
 namespace {
@@ -12,17 +13,6 @@ constexpr std::uint32_t kHeadMagic = 0x6d736731;
 constexpr std::chrono::milliseconds kPatience{100};
 constexpr std::chrono::microseconds kSpin{50};
 constexpr std::chrono::seconds kIdle{1};  // after which the thread rests
-
-std::byte* ring_of(Channel& channel) { return reinterpret_cast<std::byte*>(&channel + 1); }
-
-// Of a long message a good part is moved at a time: each move rings a bell. The other rank goes on with it
-// meanwhile. It cannot get stuck: where there is too little to take out, there is room enough to put in.
-std::size_t piece_of(std::uint64_t rest, std::size_t capacity) {
-  return static_cast<std::size_t>(std::min<std::uint64_t>(rest, std::max(capacity / 8, kCacheLine)));
-}
-
-// What it takes in the ring: copies that straddle cache lines are slow.
-std::size_t whole_lines(std::size_t bytes) { return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine; }
 
 Errand errand(const Message& message) { return {&message.announcement, message.deadline}; }
 
@@ -200,22 +190,22 @@ bool Messages::move() {
 }
 
 bool Messages::push(Message& message) {
-  const std::size_t capacity = members_.channel_bytes();
-  std::size_t room = capacity - waiting_in(members_.rank(), message.other);
+  Ring ring(members_, members_.rank(), message.other);
+  std::size_t room = ring.room();
   bool has_told = true, moved = false;
   if (!message.has_begun) {
     const Head head{message.bytes, message.tag, kHeadMagic};
     if (room < sizeof head) return false;
-    put(message.other, reinterpret_cast<const std::byte*>(&head), sizeof head);
+    ring.put(reinterpret_cast<const std::byte*>(&head), sizeof head);
     room -= sizeof head;
     message.has_begun = moved = true;
     has_told = false;
     probe(Phase::kMessage);
   }
   while (message.moved < message.bytes) {  // no more than there was room for: others want to be moved too
-    const std::size_t piece = piece_of(message.bytes - message.moved, capacity);
+    const std::size_t piece = ring.piece_of(message.bytes - message.moved);
     if (whole_lines(piece) > room) break;
-    put(message.other, message.data + message.moved, piece);
+    ring.put(message.data + message.moved, piece);
     message.moved += piece;
     room -= whole_lines(piece);
     members_.call(message.other);
@@ -228,11 +218,12 @@ bool Messages::push(Message& message) {
 
 bool Messages::pull(int from) {
   Inlet& inlet = inlets_[static_cast<std::size_t>(from)];
+  Ring ring(members_, from, members_.rank());
   bool moved = false;
   while (true) {
     if (!inlet.has_head) {
-      if (waiting_in(from, members_.rank()) < sizeof(Head)) break;
-      get(from, reinterpret_cast<std::byte*>(&inlet.head), sizeof(Head));
+      if (ring.waiting() < sizeof(Head)) break;
+      ring.get(reinterpret_cast<std::byte*>(&inlet.head), sizeof(Head));
       if (inlet.head.magic != kHeadMagic) {
         fail_all(std::make_exception_ptr(InvalidError("the channel from " + members_.label(from) +
                                                       " holds something that is no message")));
@@ -245,11 +236,11 @@ bool Messages::pull(int from) {
     if (!is_known && !match(from)) break;
     std::byte* data = nullptr;
     if (!inlet.is_dropped) data = inlet.is_stray ? inlet.strays.back().data.data() : inlet.message->data;
-    std::uint64_t there = waiting_in(from, members_.rank());
+    std::uint64_t there = ring.waiting();
     while (inlet.taken < inlet.head.bytes) {
-      const std::size_t piece = piece_of(inlet.head.bytes - inlet.taken, members_.channel_bytes());
+      const std::size_t piece = ring.piece_of(inlet.head.bytes - inlet.taken);
       if (whole_lines(piece) > there) break;
-      get(from, data == nullptr ? nullptr : data + inlet.taken, piece);
+      ring.get(data == nullptr ? nullptr : data + inlet.taken, piece);
       inlet.taken += piece;
       there -= whole_lines(piece);
       members_.call(from);
@@ -421,45 +412,6 @@ void Messages::check(const Message& message, int peer, const std::vector<bool>& 
                         {});
   }
   members_.give_up(errand(message), awaited);
-}
-
-// ------------------------------------------------------------------------------- the ring
-
-// How many bytes are in the ring.
-std::uint64_t Messages::waiting_in(int from, int to) const {
-  const Channel& channel = members_.channel(from, to);
-  // First `read`, which does not overtake. In one order with wants_alarm: see [Note: bell and alarm].
-  const std::uint64_t read = channel.read.load(std::memory_order_seq_cst);
-  const std::uint64_t bytes = channel.written.load(std::memory_order_seq_cst) - read;
-  if (bytes > members_.channel_bytes()) {
-    throw InvalidError("the channel from " + members_.label(from) + " to " + members_.label(to) +
-                       " is damaged");
-  }
-  return bytes;
-}
-
-// There has to be room for it.
-void Messages::put(int to, const std::byte* data, std::size_t bytes) {
-  Channel& channel = members_.channel(members_.rank(), to);
-  const std::size_t capacity = members_.channel_bytes();
-  const std::uint64_t written = channel.written.load(std::memory_order_relaxed);
-  const std::size_t at = written % capacity;
-  const std::size_t first = std::min(bytes, capacity - at);
-  copy_bytes(ring_of(channel) + at, data, first);
-  if (bytes > first) copy_bytes(ring_of(channel), data + first, bytes - first);
-  channel.written.store(written + whole_lines(bytes), std::memory_order_seq_cst);
-}
-
-// There have to be as many. Without `data` they are dropped.
-void Messages::get(int from, std::byte* data, std::size_t bytes) {
-  Channel& channel = members_.channel(from, members_.rank());
-  const std::size_t capacity = members_.channel_bytes();
-  const std::uint64_t read = channel.read.load(std::memory_order_relaxed);
-  const std::size_t at = read % capacity;
-  const std::size_t first = std::min(bytes, capacity - at);
-  if (data != nullptr) copy_bytes(data, ring_of(channel) + at, first);
-  if (data != nullptr && bytes > first) copy_bytes(data + first, ring_of(channel), bytes - first);
-  channel.read.store(read + whole_lines(bytes), std::memory_order_seq_cst);
 }
 
 }  // namespace gradsync

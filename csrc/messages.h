@@ -102,9 +102,6 @@ class Messages {
   void check_peers(bool& overdue);
   void check(const Message& message, int peer, const std::vector<bool>& gone) const;
   void run();
-  std::uint64_t waiting_in(int from, int to) const;
-  void put(int to, const std::byte* data, std::size_t bytes);
-  void get(int from, std::byte* data, std::size_t bytes);
 
   Members& members_;
   const bool yields_;
