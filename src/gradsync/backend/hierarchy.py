@@ -38,7 +38,7 @@ from gradsync.backend.flows import Clock, connect, is_late, lost
 from gradsync.backend.lane import Call, Lane, Task
 from gradsync.backend.members import Member, is_alive
 from gradsync.backend.notices import Told, first_line
-from gradsync.backend.places import address_of, in_place
+from gradsync.backend.places import check_memory, in_place
 from gradsync.backend.shared_memory import SharedMemory, Started
 from gradsync.errors import (
     AbortedError,
@@ -100,7 +100,7 @@ class Hierarchy(Lane):
     def all_reduce(self, tensor: Tensor, op: ReduceOp, seconds: float, *, later: bool) -> Started:
         """Reduce ``tensor`` in place over all ranks of all places."""
         flat, finish = in_place(tensor)
-        address_of(flat)
+        check_memory(flat)
         work = flat
         if op is ReduceOp.AVG and flat.dtype is torch.float16:
             work = flat.float()  # the sum of a machine might be too large
@@ -148,7 +148,7 @@ class Hierarchy(Lane):
     def broadcast(self, tensor: Tensor, root: int, seconds: float, *, later: bool) -> Started:
         """Overwrite ``tensor`` on all ranks with that of rank ``root`` of the group."""
         flat, finish = in_place(tensor)
-        address_of(flat)
+        check_memory(flat)
         chunks = _chunks(flat.view(-1).view(torch.uint8))
         source = next(
             index

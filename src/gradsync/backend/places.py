@@ -26,15 +26,20 @@ class Places:
     finish: Finish | None = None  # brings what was written there to the caller's tensors
 
 
+def check_memory(tensor: Tensor) -> None:
+    """Raise if it has none of its own."""
+    begin = tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
+    if begin == 0 and tensor.numel():
+        raise ArgumentError(
+            f"A tensor of {tuple(tensor.shape)}, a {type(tensor).__name__}, has no memory that "
+            f"another rank could read: it is fake, has been freed, or stands for others inside it."
+        )
+
+
 def address_of(flat: Tensor) -> int:
     """Where its memory is."""
-    address = flat.data_ptr()
-    if flat.numel() and address == flat.storage_offset() * flat.element_size():  # from nowhere on
-        raise ArgumentError(
-            f"A tensor of {tuple(flat.shape)}, a {type(flat).__name__}, has no memory that another "
-            f"rank could read: it is fake, has been freed, or stands for others inside it."
-        )
-    return address
+    check_memory(flat)
+    return flat.data_ptr()
 
 
 def one(flat: Tensor, finish: Finish | None = None) -> Places:
@@ -95,7 +100,7 @@ def to_fill(tensor: Tensor) -> tuple[Tensor, Finish | None]:
     tensor = _waited_for(tensor)
     if _is_plain(tensor):
         return _real(tensor.detach()), None
-    address_of(tensor)
+    check_memory(tensor)
     copy = torch.empty(tensor.shape, dtype=tensor.dtype)
     return _real(copy), lambda: tensor.detach().copy_(copy)
 
@@ -105,7 +110,7 @@ def plain(tensor: Tensor) -> Tensor:
     tensor = _waited_for(tensor)
     if _is_plain(tensor):
         return tensor.detach()
-    address_of(tensor)
+    check_memory(tensor)
     return tensor.detach().contiguous().resolve_conj().resolve_neg()
 
 
@@ -125,7 +130,7 @@ def for_gloo(arguments: Sequence[Any]) -> tuple[list[Any], Finish | None]:
         if not tensor.is_cpu or tensor.layout is not torch.strided:
             return tensor
         values = plain(tensor)
-        address_of(values)
+        check_memory(values)
         if not _is_plain(tensor) and is_written:
             finishes.append(lambda: tensor.detach().copy_(values))
         return values
