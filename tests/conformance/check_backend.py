@@ -6,6 +6,10 @@
 
 They are those of ``DistributedTest`` that name no DDP, for gloo on the CPU, with four ranks. A test
 counts only if it has made groups of ours. ``exceptions`` in the list tells why others do not pass.
+
+What PyTorch skips on gloo too is on neither list. Of what concerns a CPU that is
+``test_barrier_timeout_global``, which wants its ranks to meet in a file, and
+``test_SyncBatchNorm_process_group``, which wants torchvision.
 """
 
 import argparse
