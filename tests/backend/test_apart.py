@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import time
@@ -14,7 +13,6 @@ import pytest
 import seccomp
 import torch
 import torch.distributed as dist
-from belongings import belongings, settled
 from forked import Nursery
 from hosts import DEADLINE, apart, set_deadline, store_of_group
 from operations import OPERATIONS, once_waiting, perform
@@ -170,26 +168,3 @@ def test_a_wait_ends_with_its_group_and_the_others_hear_of_it(nursery: Nursery, 
 
     for ending in nursery.run(run, **apart(2)):
         ending.unwrap()
-
-
-def test_groups_leave_nothing_behind(nursery: Nursery) -> None:
-    def run(rank: int, world: int) -> Any:
-        def once() -> None:
-            group = dist.new_group(backend="gradsync")
-            dist.all_reduce(torch.ones(10), group=group)
-            dist.all_reduce(torch.ones(10), group=group, async_op=True).get_future().wait()
-            dist.destroy_process_group(group)
-
-        once()
-        gc.collect()
-        gc.disable()
-        dist.barrier()
-        before = belongings()
-        for _ in range(5):
-            once()
-        dist.barrier()
-        return before, settled(before)
-
-    for ending in nursery.run(run, **apart(2)):
-        before, after = ending.unwrap()
-        assert after == before

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from gradsync.backend.arguments import split
+
 # What users call it, and which argument all ranks have alike; None: not even the sizes.
 CALLS: dict[str, tuple[str, int | None]] = {
     "allreduce": ("all_reduce", 0),
@@ -54,13 +56,9 @@ def piece_sizes(
         return [each.nbytes for each in inputs], [each.nbytes for each in outputs]
     if method == "alltoall_base":
         output, source, output_rows, input_rows = arguments
-        return _split(source, input_rows, size), _split(output, output_rows, size)
+        to_each = split("input", source, input_rows, size)
+        return to_each, split("output", output, output_rows, size)
     return None
-
-
-def _split(tensor: Tensor, rows: list[int], size: int) -> list[int]:
-    each = tensor.nbytes // max(tensor.shape[0] if tensor.dim() else 1, 1)  # bytes of a row
-    return [count * each for count in rows] if rows else [tensor.nbytes // size] * size
 
 
 def describe(tensor: Tensor) -> str:

@@ -61,12 +61,12 @@ class Engines:
     def set_timeout(self, timeout: timedelta) -> None:
         """Let operations from now on take no longer than this."""
         self._timeout = timeout
-        for engine in self._made.values():
+        for engine in list(self._made.values()):
             engine.set_timeout(timeout)
 
     def abort(self) -> None:
         """Make what is under way fail."""
-        for engine in self._made.values():
+        for engine in list(self._made.values()):
             engine.abort()
 
     def shutdown(self) -> None:
@@ -83,7 +83,9 @@ class Engines:
             thread.join(LONGEST_GOODBYE)
 
     def _let_go(self) -> None:
-        self._made.pop("gloo").shutdown()  # its connections are closed when nobody has it any more
+        gloo = self._made.pop("gloo", None)
+        if gloo is not None:
+            gloo.shutdown()  # its connections are closed when nobody has it any more
 
     def _try_to_make(self, name: str, made: "queue.SimpleQueue[Any]") -> None:
         try:

@@ -1,5 +1,6 @@
 """A group without its collectives: who is in it, what torch asks it, how it ends."""
 
+import os
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ from gradsync.errors import StateError
 Work = Any  # ours, or gloo's
 Pending = SharedMemoryWork | Reduction | Started
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+_OF_PARENTS: list[object] = []  # what a child after a fork has let go, and must not tidy up
 
 
 @leave_alone
@@ -54,6 +56,7 @@ class GroupBase(dist.ProcessGroup):
         self._timeout = timeout
         self.timeout_seconds = timeout.total_seconds()  # the same, for what has to be quick
         self._closed = False
+        self._process = os.getpid()
         self._group_name = ""
         self._group_desc = "undefined"
         self.options = SimpleNamespace(_timeout=timeout)  # torch writes more there
@@ -181,6 +184,8 @@ class GroupBase(dist.ProcessGroup):
 
         Messages through gloo cannot be told, and wait for their deadline.
         """
+        if not self._is_owned_here:
+            return
         if self._context is not None:
             self._context.abort()
         if self._monitored_barrier is not None:
@@ -195,6 +200,9 @@ class GroupBase(dist.ProcessGroup):
         if self._closed:
             return
         self._closed = True
+        if not self._is_owned_here:
+            _OF_PARENTS.append(vars(self).copy())
+            return
         if self._monitored_barrier is not None:
             self._monitored_barrier.close()
         for lane in (self._hierarchy, self._lane):
@@ -211,6 +219,11 @@ class GroupBase(dist.ProcessGroup):
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
             self.shutdown()
+
+    @property
+    def _is_owned_here(self) -> bool:
+        """Not in a child after a fork: it has the group's memory, but none of its threads."""
+        return os.getpid() == self._process
 
     # ---------------------------------------------------------------- helpers
 

@@ -4,6 +4,7 @@ import queue
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -45,10 +46,13 @@ class Task:
         while not self._ended.wait(0.1):  # in slices, so that Ctrl-C gets through
             pass
         if self._error is not None:
-            raise self._error
+            # Another one each time: what is raised keeps those who wait, and they keep us.
+            raise copy(self._error)
 
     def end(self, error: Exception | None) -> None:
         """Let those who wait go on; lets go of what it needed."""
+        if isinstance(error, GradsyncError):
+            error.__traceback__ = None  # says no more, and keeps the group for as long as the error
         self._error = error
         self.run = _nothing
         self._ended.set()

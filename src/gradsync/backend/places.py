@@ -36,6 +36,12 @@ def check_memory(tensor: Tensor) -> None:
         )
 
 
+def overwrite(tensor: Tensor, values: Tensor) -> None:
+    """Give ``tensor`` new values, on whatever thread and whatever autograd thinks of it."""
+    with torch.inference_mode(tensor.is_inference()):
+        tensor.detach().copy_(values)
+
+
 def address_of(flat: Tensor) -> int:
     """Where its memory is."""
     check_memory(flat)
@@ -92,7 +98,7 @@ def in_place(tensor: Tensor) -> tuple[Tensor, Finish | None]:
     if _is_plain(tensor):
         return _real(tensor.detach()), None
     copy = plain(tensor)
-    return _real(copy), lambda: tensor.detach().copy_(copy)
+    return _real(copy), lambda: overwrite(tensor, copy)
 
 
 def to_fill(tensor: Tensor) -> tuple[Tensor, Finish | None]:
@@ -101,8 +107,8 @@ def to_fill(tensor: Tensor) -> tuple[Tensor, Finish | None]:
     if _is_plain(tensor):
         return _real(tensor.detach()), None
     check_memory(tensor)
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
-    return _real(copy), lambda: tensor.detach().copy_(copy)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return _real(copy), lambda: overwrite(tensor, copy)
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -132,7 +138,7 @@ def for_gloo(arguments: Sequence[Any]) -> tuple[list[Any], Finish | None]:
         values = plain(tensor)
         check_memory(values)
         if not _is_plain(tensor) and is_written:
-            finishes.append(lambda: tensor.detach().copy_(values))
+            finishes.append(lambda: overwrite(tensor, values))
         return values
 
     given = [usable(each, is_written=at == 0) for at, each in enumerate(arguments)]

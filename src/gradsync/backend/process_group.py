@@ -164,10 +164,10 @@ class SharedMemoryGroup(GroupBase):
     ) -> Work:
         opts = opts or ReduceScatterOptions()
         output, pieces = only(output_tensors), only(input_tensors)
+        check_pieces("input", pieces, output, self._size)
         op = reduce_op(opts)
         if self._memory is None or op is None or not self._reduces(output, op):
             return self._by_engine("reduce_scatter", [output], [list(pieces)], opts=opts)
-        check_pieces("input", pieces, output, self._size)
         started = self._memory.reduce_scatter(
             output, each_to_read(pieces), op, self._seconds(opts), later=opts.asyncOp
         )
@@ -225,9 +225,9 @@ class SharedMemoryGroup(GroupBase):
     ) -> Work:
         opts = opts or AllgatherOptions()
         outputs, tensor = only(output_tensors), only(input_tensors)
+        check_pieces("output", outputs, tensor, self._size)
         if self._memory is None or not is_dense(tensor):
             return self._by_engine("allgather", [list(outputs)], [tensor], opts=opts)
-        check_pieces("output", outputs, tensor, self._size)
         places = each_to_fill(outputs)
         started = self._memory.all_gather(places, tensor, self._seconds(opts), later=opts.asyncOp)
         return self._work("all_gather", started, outputs, [tensor])
@@ -264,13 +264,14 @@ class SharedMemoryGroup(GroupBase):
         opts: AllgatherOptions | None = None,
     ) -> Work:
         opts = opts or AllgatherOptions()
+        columns = list(zip(*output_lists, strict=True))
+        for outputs, tensor in zip(columns, input_list, strict=True):
+            check_pieces("output", outputs, tensor, self._size)
         if self._memory is None or not all(map(is_dense, input_list)):
             rows = [list(row) for row in output_lists]
             return self._by_engine("allgather_coalesced", rows, list(input_list), opts=opts)
-        columns = list(zip(*output_lists, strict=True))
         seconds, started = self._seconds(opts), []
         for outputs, tensor in zip(columns, input_list, strict=True):
-            check_pieces("output", outputs, tensor, self._size)
             places = each_to_fill(outputs)
             started.append(self._memory.all_gather(places, tensor, seconds, later=opts.asyncOp))
         flat = [output for outputs in columns for output in outputs]
@@ -285,11 +286,11 @@ class SharedMemoryGroup(GroupBase):
         opts = opts or GatherOptions()
         tensor = only(input_tensors)
         outputs: Sequence[Tensor] = ()
-        if self._memory is None or not is_dense(tensor):
-            return self._by_engine("gather", list(output_tensors), [tensor], opts=opts)
         if self._rank == self._root(opts):
             outputs = only(output_tensors)
             check_pieces("output", outputs, tensor, self._size)
+        if self._memory is None or not is_dense(tensor):
+            return self._by_engine("gather", list(output_tensors), [tensor], opts=opts)
         started = self._memory.gather(
             each_to_fill(outputs), tensor, self._root(opts), self._seconds(opts), later=opts.asyncOp
         )
@@ -304,11 +305,11 @@ class SharedMemoryGroup(GroupBase):
         opts = opts or ScatterOptions()
         output = only(output_tensors)
         pieces: Sequence[Tensor] = ()
-        if self._memory is None or not is_dense(output):
-            return self._by_engine("scatter", [output], list(input_tensors), opts=opts)
         if self._rank == self._root(opts):
             pieces = only(input_tensors)
             check_pieces("input", pieces, output, self._size)
+        if self._memory is None or not is_dense(output):
+            return self._by_engine("scatter", [output], list(input_tensors), opts=opts)
         started = self._memory.scatter(
             output, each_to_read(pieces), self._root(opts), self._seconds(opts), later=opts.asyncOp
         )
@@ -343,12 +344,14 @@ class SharedMemoryGroup(GroupBase):
         opts: AllToAllOptions | None = None,
     ) -> Work:
         opts = opts or AllToAllOptions()
+        to_fill = split("output", output, output_split_sizes, self._size)
+        to_read = split("input", input, input_split_sizes, self._size)
         if self._memory is None or not is_dense(output):
             splits = list(output_split_sizes or ()), list(input_split_sizes or ())
             return self._by_engine("alltoall_base", output, input, *splits, opts=opts)
         started = self._memory.all_to_all(
-            parts_to_fill(output, split("output", output, output_split_sizes, self._size)),
-            parts_to_read(input, split("input", input, input_split_sizes, self._size)),
+            parts_to_fill(output, to_fill),
+            parts_to_read(input, to_read),
             self._seconds(opts),
             later=opts.asyncOp,
         )

@@ -43,7 +43,7 @@ class Started:
         try:
             self.handle.wait()
         except Exception as error:
-            raise translate(error) from error
+            raise translate(error) from None
         if self.finish is not None:
             self.finish()
 
@@ -116,7 +116,7 @@ class Reduction:
         try:
             self.handle.wait()
         except Exception as error:
-            raise translate(error) from error
+            raise translate(error) from None
 
     def is_completed(self) -> bool:
         """Would ``wait`` return at once?"""
@@ -157,21 +157,21 @@ class PersistentReduction:
         try:
             self._native.run(self._group.timeout_seconds)
         except Exception as error:
-            raise translate(error) from error
+            raise translate(error) from None
 
     def start(self) -> None:
         """Begin to reduce the tensor, which is not to be touched until ``wait`` has returned."""
         try:
             self._native.start(self._group.timeout_seconds)
         except Exception as error:
-            raise translate(error) from error
+            raise translate(error) from None
 
     def wait(self) -> None:
         """Wait for what was started last, and raise what went wrong."""
         try:
             self._native.wait()
         except Exception as error:
-            raise translate(error) from error
+            raise translate(error) from None
 
     def is_completed(self) -> bool:
         """Would ``wait`` return at once?"""
@@ -209,7 +209,7 @@ class SharedMemory:
         try:
             return TORCH_CALL.all_reduce(self.context, tensors, opts, seconds)
         except Exception as error:
-            raise translate(error) from error
+            raise translate(error) from None
 
     def start_all_reduce(self, tensor: Tensor, op: ReduceOp, seconds: float) -> "Reduction":
         """Begin to reduce a contiguous ``tensor`` in place, of a dtype that has a kernel."""

@@ -95,7 +95,7 @@ class SharedMemoryWork(dist.Work):
                 self.handle.wait()
         except Exception as error:
             self._error = translate(error)
-            raise self._error from error
+            raise self._error from None
         finally:
             self._is_over = True
             if self.record is not None:

@@ -263,7 +263,7 @@ class ReducerBase(ABC):
         counts = self.report.usage_counts()
         if counts is not None:
             return counts
-        return torch.zeros(len(self.slots), dtype=torch.int32)
+        return torch.zeros(len(self.slots), dtype=torch.int32, device="cpu")
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> "torch.futures.Future[Tensor]":
         """For torch's callers: the sum of a bucket over the ranks."""

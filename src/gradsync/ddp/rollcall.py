@@ -83,7 +83,7 @@ def write_trailer(tail: Tensor, *, incident: bool, used: Sequence[bool] | None) 
     if used is None:
         tail.fill_(incident)
     else:
-        tail.copy_(torch.tensor([incident, *used], dtype=tail.dtype))
+        tail.copy_(torch.tensor([incident, *used], dtype=tail.dtype, device="cpu"))
 
 
 def has_incident(tail: Tensor) -> bool:

@@ -125,7 +125,7 @@ class Summation:
         """Take rank 0's word for it, since both ranks have to go the same way."""
         # The exchange costs less CPU time everywhere it was measured, so it has to lose clearly.
         faster = median(self._seconds[True]) < CLEARLY * median(self._seconds[False])
-        choice = torch.tensor([int(faster)])
+        choice = torch.tensor([int(faster)], device="cpu")
         wait(broadcast(self.group, choice, 0), self.group, lambda: "the choice of a route")
         self._exchanges = bool(choice.item())
 

@@ -87,7 +87,7 @@ def _facts(name: str, tensor: Tensor, sparse: bool) -> dict[str, object]:
 
 def _letter(head: int, text: bytes) -> Tensor:
     """A number and the beginning of a text, as what can be gathered."""  # 1D
-    letter = torch.zeros(1 + LETTER_BYTES // 8, dtype=torch.int64)
+    letter = torch.zeros(1 + LETTER_BYTES // 8, dtype=torch.int64, device="cpu")
     letter[0] = head
     text = text[:LETTER_BYTES]
     letter[1:].view(torch.uint8)[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
