@@ -106,6 +106,7 @@ void Collectives::check(const Op& op) const {
     const Announcement& other = members_.announcement(rank, own.sequence);
     return other.sequence == own.sequence && other.kind == own.kind && other.dtype == own.dtype &&
            other.op == own.op && other.root == own.root && other.count == own.count &&
+           std::memcmp(&other.element, &own.element, sizeof(Element)) == 0 &&
            (own.kind != Kind::kElsewhere || std::strncmp(text_of(rank), op.text.c_str(), kTextBytes) == 0);
   };
   bool all_agree = true;

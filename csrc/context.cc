@@ -1,10 +1,11 @@
 #include "context.h"
 
 #include <sched.h>
-#include <unistd.h>
 
 #include <cstring>
 #include <utility>
+
+#include "process.h"
 
 namespace gradsync {
 namespace {
@@ -20,6 +21,11 @@ int cores() {
   return ::sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
+std::exception_ptr of_a_child() {
+  return std::make_exception_ptr(StateError(
+      "This process was forked from a rank of the group, and is none itself: it cannot use the group."));
+}
+
 }  // namespace
 
 Context::Context(Segment segment, int rank, std::vector<Peer> peers, std::uint64_t nonce_a,
@@ -28,13 +34,15 @@ Context::Context(Segment segment, int rank, std::vector<Peer> peers, std::uint64
       collectives_(members_),
       messages_(members_, members_.world() > cores()),
       waiting_{kCallerSpin, members_.world() > cores(), {}},
-      owner_(::getpid()) {}
+      owner_(own_pid()) {}
 
-bool Context::is_owned_here() const { return ::getpid() == owner_; }
+bool Context::is_owned_here() const { return own_pid() == owner_; }
+
 
 // ------------------------------------------------------------------------------- collectives
 
 void Context::issue(const std::shared_ptr<Op>& op, bool in_background) {
+  if (!is_owned_here()) return end(*op, of_a_child());
   std::unique_lock<std::mutex> lock(mutex_);
   op->announcement.sequence = ++sequence_;
   if (broken_ != nullptr) return end(*op, broken_);
@@ -175,6 +183,12 @@ void Context::work() {
 // ------------------------------------------------------------------------------- point to point
 
 void Context::issue(const std::shared_ptr<Message>& message) {
+  message->announcement.sequence = ++messages_issued_;
+  if (!is_owned_here()) {
+    message->error = of_a_child();
+    message->is_done = true;
+    return;
+  }
   if (message->announcement.kind == Kind::kSend) {
     messages_.send(message);
   } else {

@@ -6,6 +6,7 @@
 // threads, and a large one goes on while its caller computes.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -83,6 +84,7 @@ class Context {
   std::condition_variable work_;     // there is something for the worker
   std::deque<std::shared_ptr<Op>> queue_;
   std::uint64_t sequence_ = 0;
+  std::atomic<std::uint64_t> messages_issued_{0};
   bool is_running_ = false;   // somebody carries out collectives
   bool is_wanted_ = false;    // the worker is to do so
   bool is_closing_ = false;

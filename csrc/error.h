@@ -19,6 +19,11 @@ struct InvalidError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// It is not the time, or not the process, for that.
+struct StateError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 // The ranks disagree on a collective. The group can be used on.
 struct MismatchError : std::runtime_error {
   using std::runtime_error::runtime_error;

@@ -17,7 +17,7 @@
 namespace gradsync {
 
 constexpr std::uint64_t kMagic = 0x636e797364617267;  // "gradsync"
-constexpr std::uint32_t kVersion = 6;
+constexpr std::uint32_t kVersion = 7;
 constexpr int kMaxRanks = 256;
 constexpr std::size_t kMaxSlotBytes = 1024 * 1024;
 constexpr std::size_t kAllSlotsBytes = 32 * 1024 * 1024;  // of a group together, at most
@@ -33,6 +33,12 @@ enum class Kind : std::uint32_t {
   kBarrier, kElsewhere, kSend, kRecv, kCount
 };
 
+// What the user's elements are, where the dtype does not say: those that are moved as bytes. All zero where it does.
+struct Element {
+  char name[28] = {};
+  std::uint32_t bytes = 0;
+};
+
 // What a rank is about to do. All ranks have to say the same, but for the fields below the line.
 struct Announcement {
   std::uint64_t sequence = 0;
@@ -41,6 +47,7 @@ struct Announcement {
   ReduceOp op = ReduceOp::kNone;
   std::int32_t root = -1;
   std::uint64_t count = 0;  // elements a rank contributes, or of a piece
+  Element element;
   // ---
   std::uint64_t symmetric = 0;  // the allocation of this rank that the tensor is in, or 0
   std::uint64_t offset = 0;     // where in it

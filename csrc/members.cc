@@ -21,7 +21,7 @@ bool is_point_to_point(Kind kind) { return kind == Kind::kSend || kind == Kind::
 
 std::string name_of(const Errand& errand) {
   const Announcement& a = *errand.announcement;
-  if (is_point_to_point(a.kind)) return describe(a);
+  if (is_point_to_point(a.kind)) return "message " + std::to_string(a.sequence) + ", " + describe(a);
   return "collective " + std::to_string(a.sequence) + ", " + describe(a, errand.text);
 }
 
@@ -39,7 +39,11 @@ std::string describe(const Announcement& a, const char* words) {
                            : "root ";
     text += role + std::to_string(a.root) + ", ";
   }
-  return text + std::to_string(a.count) + " x " + name_of(a.dtype) + ')';
+  const std::size_t length = ::strnlen(a.element.name, sizeof a.element.name);
+  const std::string name = length == 0 ? name_of(a.dtype) : std::string(a.element.name, length);
+  if (a.kind == Kind::kAllToAll) return text + name + ')';  // the pieces may differ
+  const std::uint64_t bytes = a.element.bytes == 0 ? size_of(a.dtype) : a.element.bytes;
+  return text + std::to_string(a.count * size_of(a.dtype) / bytes) + " x " + name + ')';
 }
 
 Members::Members(Segment segment, int rank, std::vector<Peer> peers, std::uint64_t nonce_a,

@@ -1,12 +1,10 @@
 #include "segment.h"
 
 #include <fcntl.h>
-#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <fstream>
@@ -14,6 +12,7 @@
 #include <utility>
 
 #include "error.h"
+#include "process.h"
 
 namespace gradsync {
 namespace {
@@ -46,17 +45,6 @@ std::size_t available() {
     file.ignore(std::numeric_limits<std::streamsize>::max(), '\n');
   }
   return std::numeric_limits<std::size_t>::max();
-}
-
-// This process, without asking the kernel at every reduction in place. A child after fork() is another one.
-std::int64_t own_pid() {
-  static std::atomic<pid_t> pid{0};
-  static const int is_watched =
-      ::pthread_atfork(nullptr, nullptr, [] { pid.store(::getpid(), std::memory_order_relaxed); });
-  if (is_watched != 0) return ::getpid();
-  pid_t known = pid.load(std::memory_order_relaxed);
-  if (known == 0) pid.store(known = ::getpid(), std::memory_order_relaxed);
-  return known;
 }
 
 }  // namespace

@@ -46,7 +46,7 @@ OpHandle all_reduce(const std::shared_ptr<Context>& context, Address address, st
 }
 
 OpHandle collective(const std::shared_ptr<Context>& context, int kind, int dtype, int op, int root,
-                    std::uint64_t count, const std::vector<Address>& sources,
+                    std::uint64_t count, const Element& element, const std::vector<Address>& sources,
                     const std::vector<Address>& targets,
                     const std::vector<std::uint64_t>& source_bytes,
                     const std::vector<std::uint64_t>& target_bytes, double seconds, bool in_background) {
@@ -59,6 +59,7 @@ OpHandle collective(const std::shared_ptr<Context>& context, int kind, int dtype
   }
   request->announcement.root = root;
   request->announcement.count = count;
+  request->announcement.element = element;
   request->sources = pointers<const std::byte*>(sources);
   request->targets = pointers<std::byte*>(targets);
   request->source_bytes = source_bytes;
@@ -77,7 +78,7 @@ OpHandle agree(const std::shared_ptr<Context>& context, const std::string& text,
 }
 
 MessageHandle message(const std::shared_ptr<Context>& context, Kind kind, Address address,
-                      std::uint64_t bytes, int other, std::int32_t tag, double seconds) {
+                      std::uint64_t bytes, const Element& element, int other, std::int32_t tag, double seconds) {
   const int world = context->members().world();
   if (other >= world || (other < 0 && !(kind == Kind::kRecv && other == kAnySource)) ||
       other == context->members().rank()) {
@@ -87,6 +88,7 @@ MessageHandle message(const std::shared_ptr<Context>& context, Kind kind, Addres
   request->announcement.kind = kind;
   request->announcement.root = other;
   request->announcement.count = bytes;
+  request->announcement.element = element;
   request->other = other;
   request->tag = tag;
   request->data = reinterpret_cast<std::byte*>(address);
@@ -103,6 +105,13 @@ void compute(std::size_t elements, const Work& work) {
   std::optional<py::gil_scoped_release> release;
   if (elements >= kLong) release.emplace();
   work();
+}
+
+Element element(const std::string& name, std::uint32_t bytes) {
+  Element made;
+  name.copy(made.name, sizeof made.name);
+  made.bytes = bytes;
+  return made;
 }
 
 Quantiser quantiser(DType dtype, std::size_t gradients, std::size_t length, std::size_t block,
@@ -132,6 +141,7 @@ PYBIND11_MODULE(_native, module) {
 
   static py::exception<SystemError> system(module, "SystemError", PyExc_OSError);
   static py::exception<InvalidError> invalid(module, "InvalidError", PyExc_ValueError);
+  static py::exception<StateError> state(module, "StateError", PyExc_RuntimeError);
   static py::exception<MismatchError> mismatch(module, "MismatchError", PyExc_RuntimeError);
   static py::exception<BrokenError> broken(module, "BrokenError", PyExc_RuntimeError);
   static py::exception<PeerLostError> lost(module, "PeerLostError", broken.ptr());
@@ -160,6 +170,8 @@ PYBIND11_MODULE(_native, module) {
       py::set_error(broken, error.what());
     } catch (const MismatchError& error) {
       py::set_error(mismatch, error.what());
+    } catch (const StateError& error) {
+      py::set_error(state, error.what());
     } catch (const InvalidError& error) {
       py::set_error(invalid, error.what());
     } catch (const SystemError& error) {
@@ -216,6 +228,10 @@ PYBIND11_MODULE(_native, module) {
     const int count = static_cast<int>(targets.size());
     reduce({dtype, op, sources.data(), count, targets.data(), count}, begin, end);
   }, py::arg("parts"), py::arg("begin"), py::arg("end"), py::arg("dtype"), py::arg("op"));
+
+  py::class_<Element>(module, "Element")
+      .def(py::init<>())
+      .def(py::init(&element), py::arg("name"), py::arg("bytes"));
 
   py::class_<Segment>(module, "Segment")
       .def_static("create", [](int world) { return Segment::create(Layout(world).bytes()); },
@@ -289,14 +305,14 @@ PYBIND11_MODULE(_native, module) {
            py::arg("segment"), py::arg("rank"), py::arg("peers"), py::arg("nonce_a"),
            py::arg("nonce_b"), py::arg("is_founder"))
       .def("collective", &collective, py::arg("kind"), py::arg("dtype"), py::arg("op"),
-           py::arg("root"), py::arg("count"), py::arg("sources"), py::arg("targets"),
+           py::arg("root"), py::arg("count"), py::arg("element"), py::arg("sources"), py::arg("targets"),
            py::arg("source_bytes"), py::arg("target_bytes"), py::arg("seconds"),
            py::arg("in_background"))
       .def("all_reduce", &all_reduce, py::arg("address"), py::arg("count"), py::arg("dtype"),
            py::arg("op"), py::arg("seconds"))
       .def("agree", &agree, py::arg("text"), py::arg("seconds"), py::arg("in_background"))
       .def("message", &message, py::arg("kind"), py::arg("address"), py::arg("bytes"),
-           py::arg("other"), py::arg("tag"), py::arg("seconds"))
+           py::arg("element"), py::arg("other"), py::arg("tag"), py::arg("seconds"))
       .def("ticket", [](Context& self) {
         const Ticket ticket = self.members().ticket();
         return py::make_tuple(ticket.pid, ticket.descriptor, ticket.bytes);

@@ -6,7 +6,7 @@ is the one line to change in a program that uses ``torch.nn.parallel.Distributed
 """
 
 from gradsync import hooks
-from gradsync.backend import process_group as _backend
+from gradsync.backend import registration as _backend
 from gradsync.backend.process_group import SharedMemoryGroup
 from gradsync.backend.shared_memory import PersistentReduction
 from gradsync.ddp.clock import StepTimes

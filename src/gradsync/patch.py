@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import (
     _ProcessGroupWrapper,
 )
 
-from gradsync.backend.process_group import GlooGroup
+from gradsync.backend.registration import GlooGroup
 from gradsync.ddp.wrapper import DistributedDataParallel
 
 _TORCH_CLASS = torch.nn.parallel.distributed.DistributedDataParallel

@@ -22,9 +22,9 @@ from cases import check_against_gloo
 from forked import Nursery
 from operations import OPERATIONS, perform
 from promptness import check_best_of_three
-from torch.distributed import FileStore, HashStore
+from torch.distributed import FileStore, HashStore, TCPStore
 
-from gradsync import FaultError, PeerLostError
+from gradsync import FaultError, PeerLostError, SharedMemoryGroup
 from gradsync.backend import _native
 from gradsync.backend.attach import _parse, _parse_answer
 from gradsync.backend.members import Member, by_machine, exchange, fetch, machine, myself, parse
@@ -310,6 +310,46 @@ def test_a_rank_that_dies_while_the_group_is_made_is_named_at_once(nursery: Nurs
     check_best_of_three(kill, promise=1.5)
 
 
+def test_a_rank_that_dies_before_a_further_group_is_made_is_named_at_once(nursery: Nursery) -> None:
+    def run(rank: int, world: int) -> float:
+        dist.barrier()
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 0:
+            return 0.0
+        with pytest.raises(PeerLostError, match=r"rank 2 \(pid .*has ended") as caught:
+            dist.new_group([1, 2], backend="gradsync", use_local_synchronization=True)
+        assert caught.value.rank == 1  # in that group
+        return time.monotonic()
+
+    def kill() -> float:
+        _, second, third = nursery.run(run, ranks=3)
+        return second.unwrap() - third.ended
+
+    check_best_of_three(kill, promise=1.0)
+
+
+def test_a_store_that_ends_while_a_group_is_made_is_an_error_that_says_so(
+    nursery: Nursery,
+) -> None:
+    def run(rank: int, world: int, port: int) -> Any:
+        store = TCPStore(
+            "127.0.0.1", port, world, is_master=rank == 0, timeout=timedelta(seconds=20)
+        )
+        store.set(f"came{rank}", "")
+        if rank == 0:
+            store.wait(["came1"])
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(FaultError, match=r"rank 1 .* the store cannot be asked") as caught:
+            SharedMemoryGroup(store, rank, world, timedelta(seconds=20))
+        return str(caught.value)
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    _, second = nursery.run(run, args=(port,), backend=None)
+    assert "while a group with it was made" in second.unwrap()
+
+
 def test_a_death_while_the_group_is_made_is_not_taken_for_memory_that_cannot_be_shared(
     nursery: Nursery,
 ) -> None:
@@ -345,7 +385,7 @@ def test_a_store_without_an_answer_is_waited_for_no_longer_than_it_says() -> Non
     store.set_timeout(timedelta(seconds=1))
     began = time.monotonic()
     with pytest.raises(RuntimeError):
-        fetch(store, ["nothing"], [OWN])
+        fetch(store, ["member/1"], [OWN])
     assert 0.9 < time.monotonic() - began < 3
 
 
@@ -416,7 +456,7 @@ def test_symmetric_memory_that_is_not_to_be_had_is_an_error_and_the_group_lives(
 ) -> None:
     def run(rank: int, world: int) -> None:
         seccomp.forbid("fallocate", errno.ENOSPC)
-        with pytest.raises(OSError, match="fallocate"):
+        with pytest.raises(FaultError, match="fallocate"):
             dist.group.WORLD.symmetric_empty(1_000_000, torch.float32)
         tensor = torch.ones(300_000)
         dist.all_reduce(tensor)

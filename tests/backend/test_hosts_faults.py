@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -409,28 +407,3 @@ def test_a_message_from_a_killed_rank_of_another_machine_fails_and_names_it(
     lost, when = endings[0].unwrap()
     assert lost == 2
     assert when - endings[2].ended < SECONDS
-
-
-FORGETFUL = """
-import os, sys
-os.environ["GRADSYNC_MACHINE"] = sys.argv[1]
-import torch, torch.distributed as dist
-import gradsync
-from gradsync.backend import board
-board.PERIOD_SECONDS = 0.002  # so that it looks when the interpreter ends
-rank = int(sys.argv[1] == "b")
-dist.init_process_group("gradsync", init_method=sys.argv[2], rank=rank, world_size=2)
-dist.all_reduce(torch.ones(3))
-"""
-
-
-def test_a_program_may_end_without_destroying_its_group() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        where = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", FORGETFUL, name, where], stderr=subprocess.PIPE)
-        for name in "ab"
-    ]
-    for rank in ranks:
-        _, output = rank.communicate(timeout=100)
-        assert rank.returncode == 0, output.decode()

@@ -217,8 +217,8 @@ def test_a_sender_killed_in_a_message_is_named_by_the_receiver(
     error, began, learned = receiver.unwrap()
     delays.add(learned - max(sender.ended, began), "recv", "message")
     assert f"rank 1 (pid {run.pids[1]} on {socket.gethostname()}) has ended" in str(error)
-    assert f"{count * 4} x bytes" in str(error)
-    assert "recv(" in str(error)
+    assert f"{count} x float32" in str(error)
+    assert "message 1, recv(" in str(error)
     assert (error.rank, error.pid) == (1, run.pids[1])
 
 
@@ -247,7 +247,7 @@ def test_a_receiver_that_is_killed_is_named_by_the_sender(
     error, began, learned = sender.unwrap()
     delays.add(learned - max(receiver.ended, began), "message")
     assert error.rank == 1
-    assert "send(to group rank 1, 4000000 x bytes)" in str(error)
+    assert "message 1, send(to group rank 1, 1000000 x float32)" in str(error)
 
 
 def test_a_message_sent_before_its_sender_died_arrives(nursery: Nursery) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,40 @@ from gradsync import CollectiveMismatchError, DeadlineError, GradsyncError
 from gradsync.testing import WorkerPool
 
 Op = dist.ReduceOp
+
+
+def reduce_scatter(tensor: torch.Tensor) -> None:
+    dist.reduce_scatter_tensor(tensor.new_empty(tensor.numel() // 2), tensor)
+
+
+def all_gather(tensor: torch.Tensor) -> None:
+    dist.all_gather_into_tensor(tensor.new_empty(2 * tensor.numel()), tensor)
+
+
+def gather(tensor: torch.Tensor) -> None:
+    outputs = [torch.empty_like(tensor) for _ in range(2)]
+    dist.gather(tensor, outputs if dist.get_rank() == 0 else None)
+
+
+def scatter(tensor: torch.Tensor) -> None:
+    dist.scatter(tensor, [tensor.clone()] * 2 if dist.get_rank() == 0 else None)
+
+
+F32, I32 = torch.float32, torch.int32
+# What rank 0 hands in, what rank 1 does, and where.
+DTYPES_THAT_DIFFER: dict[str, Any] = {
+    "reduce_scatter": ((8, I32), (8, F32), reduce_scatter),
+    "broadcast": ((4, I32), (4, F32), lambda t: dist.broadcast(t, 0)),
+    "broadcast of bytes": ((8, torch.bool), (4, torch.uint16), lambda t: dist.broadcast(t, 0)),
+    "broadcast of bool": ((8, torch.bool), (8, torch.uint8), lambda t: dist.broadcast(t, 0)),
+    "all_gather": ((4, torch.uint32), (4, F32), all_gather),
+    "gather": ((8, torch.bool), (8, torch.float8_e4m3fn), gather),
+    "scatter": ((4, torch.uint64), (4, torch.float64), scatter),
+    "all_to_all": ((4, I32), (4, F32), lambda t: dist.all_to_all_single(t.clone(), t)),
+    "all_to_all of bytes": (
+        (2, torch.int64), (4, F32), lambda t: dist.all_to_all_single(t.clone(), t),
+    ),
+}  # fmt: skip
 
 
 class TestMismatches:
@@ -70,6 +105,23 @@ class TestMismatches:
             for expected in (*words, "rank 0", "rank 1", "rank 2"):
                 assert expected in text
 
+    @pytest.mark.parametrize("call", DTYPES_THAT_DIFFER)
+    def test_dtypes_that_differ_are_shown_though_as_many_bytes_are_moved(
+        self, pool: WorkerPool, call: str
+    ) -> None:
+        one, other, operation = DTYPES_THAT_DIFFER[call]
+
+        def body(rank: int, world: int) -> str:
+            count, dtype = one if rank == 0 else other
+            tensor = torch.zeros(count, dtype=dtype)
+            text = raised(lambda: operation(tensor), CollectiveMismatchError)
+            still_works(rank, world)
+            return text
+
+        for text in run(pool, body):
+            for _, dtype in (one, other):
+                assert str(dtype).removeprefix("torch.") in text
+
     def test_splits_of_all_to_all_that_do_not_meet(self, pool: WorkerPool) -> None:
         def body(rank: int, world: int) -> str:
             def call() -> None:
@@ -91,6 +143,7 @@ class TestArguments:
         def body(rank: int, world: int) -> None:
             group = dist.group.WORLD
             one, two = torch.ones(4), torch.ones(8)
+            symmetric = group.symmetric_empty(4, torch.float32)
             options = dist.BroadcastOptions()
             options.rootRank = 7
             calls = {
@@ -111,6 +164,15 @@ class TestArguments:
                 "of one dtype": lambda: group.alltoall([one, one], [one, one.double()]),
                 "dense": lambda: group.send([one.to_sparse()], 1 - rank, 0),
                 "receiver, group rank 5": lambda: group.send([one], 5, 0),
+                "is this rank itself": lambda: dist.isend(one, rank),
+                "elements, and a torch.dtype; got -5": lambda: group.symmetric_empty(-5, one.dtype),
+                "got (3, 4) and": lambda: group.symmetric_empty((3, 4), one.dtype),
+                "<class 'float'>": lambda: group.symmetric_empty(3, float),
+                "bytes of memory": lambda: group.symmetric_empty(10**15, one.dtype),
+                "not 'sum'": lambda: group.persistent_all_reduce(symmetric, "sum"),
+                "got torch.float32, torch.float64": lambda: group.all_to_all_single(
+                    one, one.double()
+                ),
                 "sender, group rank -3": lambda: group.recv([one], -3, 0),
             }
             for words, call in calls.items():

@@ -243,7 +243,8 @@ def test_a_store_that_ends_on_another_machine_is_told(nursery: Nursery, tmp_path
     _, ending = nursery.run(body, backend=None, args=(str(tmp_path / "port"),), **machines("ab"))
     _, (kind, text, *_) = ending.unwrap()
     assert kind is FaultError
-    assert "monitored_barrier 2 on rank 1" in text
+    assert "rank 1 (pid " in text
+    assert "while monitored_barrier 2 waited for it" in text
     assert "store" in text
 
 

@@ -99,6 +99,35 @@ def test_a_forked_child_that_tidies_up_does_not_harm_its_parent(pool):
     run(pool, body)
 
 
+def test_a_forked_child_cannot_use_the_group(pool):
+    def body(rank, world):
+        group = dist.new_group(backend="gradsync")
+        symmetric = group.symmetric_empty(LARGE, torch.float32)
+        average = group.persistent_all_reduce(symmetric)
+        dist.all_reduce(torch.ones(3) > 0, group=group)  # through gloo, which is there now
+        tensor = torch.ones(3)
+        calls = [
+            lambda: dist.all_reduce(tensor, group=group),
+            lambda: dist.all_reduce(tensor, group=group, async_op=True).wait(),
+            lambda: dist.broadcast(tensor, 0, group=group),
+            lambda: dist.all_reduce(tensor > 0, group=group),
+            lambda: dist.send(tensor, 1 - rank, group=group),
+            average.run,
+        ]
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            texts = [raised(call, gradsync.StateError) for call in calls]
+            os._exit(0 if all("forked" in text for text in texts) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        still_works(rank, world, group)
+        symmetric.fill_(rank)
+        average.run()
+        assert symmetric.eq(0.5).all()
+
+    run(pool, body)
+
+
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast"])
 def test_an_interrupted_wait_leaves_no_memory_in_use(pool, name):
     class Alarm(Exception):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from enum import IntEnum
+from typing import overload
 
 ANY_SOURCE: int
 MAX_RANKS: int
@@ -10,6 +11,7 @@ SMALL_BYTES: int
 
 class SystemError(OSError): ...
 class InvalidError(ValueError): ...
+class StateError(RuntimeError): ...
 class MismatchError(RuntimeError): ...
 class BrokenError(RuntimeError): ...
 
@@ -75,6 +77,12 @@ class Phase(IntEnum):
     TICKED = ...
     FINISHED = ...
     MESSAGE = ...
+
+class Element:
+    @overload
+    def __init__(self) -> None: ...
+    @overload
+    def __init__(self, name: str, bytes: int) -> None: ...
 
 def start_time(pid: int) -> int: ...
 def can_reduce(dtype: DType, op: ReduceOp) -> bool: ...
@@ -148,6 +156,7 @@ class Context:
         op: int,
         root: int,
         count: int,
+        element: Element,
         sources: Sequence[int],
         targets: Sequence[int],
         source_bytes: Sequence[int],
@@ -162,6 +171,7 @@ class Context:
         kind: Kind,
         address: int,
         bytes: int,
+        element: Element,
         other: int,
         tag: int,
         seconds: float,

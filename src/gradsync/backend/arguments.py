@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllreduceOptions
 
 from gradsync.backend._native import ReduceOp
 from gradsync.errors import ArgumentError
@@ -27,6 +29,28 @@ REDUCE_OPS = {  # by their hashes, which are their numbers and quick to look up
 def reduce_op(opts: Any) -> ReduceOp | None:
     """Ours for torch's; None if there is none."""
     return REDUCE_OPS.get(hash(opts.reduceOp))
+
+
+def known_op(op: Any) -> ReduceOp:
+    """The same for an operation by itself, which has to be one of ours."""
+    options = AllreduceOptions()
+    try:
+        options.reduceOp = op
+    except TypeError:
+        raise ArgumentError(f"op must be a torch.distributed.ReduceOp, not {op!r}.") from None
+    ours = reduce_op(options)
+    if ours is None:
+        raise ArgumentError(f"There is no {op} in shared memory.")
+    return ours
+
+
+def check_flat(count: Any, dtype: Any) -> None:
+    """There can be a flat tensor of that."""
+    if not isinstance(count, int) or count < 0 or not isinstance(dtype, torch.dtype):
+        raise ArgumentError(
+            f"Symmetric memory is for a number of elements, and a torch.dtype; got {count!r} and "
+            f"{dtype!r}. It is flat: give it another shape by view()."
+        )
 
 
 def only(items: Any) -> Any:
@@ -78,11 +102,23 @@ def check_exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], size: in
             f"all_to_all takes {size} tensors of each kind, one for each rank; got "
             f"{len(outputs)} outputs and {len(inputs)} inputs."
         )
-    dtypes = {tensor.dtype for tensor in (*outputs, *inputs)}
+    check_alike(*outputs, *inputs)
+
+
+def check_alike(*tensors: Tensor) -> None:
+    """All of an all-to-all have one dtype."""
+    dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1:
         raise ArgumentError(
             f"all_to_all takes tensors of one dtype; got {', '.join(sorted(map(str, dtypes)))}."
         )
+
+
+def check_peer(role: str, rank: int, own: int, size: int) -> int:
+    """``rank`` is another one of the group."""
+    if rank == own:
+        raise ArgumentError(f"The {role}, group rank {rank}, is this rank itself.")
+    return check_rank(role, rank, size)
 
 
 def split(kind: str, whole: Tensor, sizes: Sequence[int] | None, size: int) -> list[int]:

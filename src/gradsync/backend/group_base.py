@@ -24,7 +24,8 @@ from gradsync.backend.dynamo import leave_alone
 from gradsync.backend.engines import CPU, Engines, configured, engine_for
 from gradsync.backend.flows import Clock, Flow, connect
 from gradsync.backend.hierarchy import Hierarchy
-from gradsync.backend.members import by_machine, exchange, myself
+from gradsync.backend.lane import check_process
+from gradsync.backend.members import Member, by_machine, exchange, myself, without_store
 from gradsync.backend.monitored_barrier import MonitoredBarrier
 from gradsync.backend.places import for_gloo
 from gradsync.backend.shared_memory import Reduction, SharedMemory, Started
@@ -48,7 +49,9 @@ class GroupBase(dist.ProcessGroup):
         size: int,
         timeout: timedelta = DEFAULT_TIMEOUT,
         name: int | None = None,
+        known: Sequence[Member] = (),
     ) -> None:
+        """``name`` is the rank as users know it. ``known`` are ranks that another group knows."""
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._store = store
         self._rank = rank
@@ -70,7 +73,17 @@ class GroupBase(dist.ProcessGroup):
         self._monitored_barrier: MonitoredBarrier | None = None
         self._notifier = Notifier(self._leave_to_background)
         own = myself(rank, rank if name is None else name)
-        self.members = exchange(store, own, size)
+        self._local = [member for member in known if member.machine == own.machine]
+        try:
+            self._meet(own)
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            what = "a group with it was made"
+            raise without_store(what, own, error, self._local) from error
+
+    def _meet(self, own: Member) -> None:
+        """Find out who is there, and what we share with whom."""
+        store, rank, size = self._store, self._rank, self._size
+        self.members = exchange(store, own, size, self._local)
         machines = by_machine(self.members)
         self._local = local = next(machine for machine in machines if own in machine)
         self._monitored_barrier = MonitoredBarrier(store, rank, size, self.members)
@@ -84,7 +97,7 @@ class GroupBase(dist.ProcessGroup):
         here = next(place for place in places if own in place)
         memory = SharedMemory(context, here.index(own), len(here))
         connect(self._engines, local)  # now, as messages between two ranks do not wait for others
-        self._hierarchy = Hierarchy(store, own, places, memory, timeout, local)
+        self._hierarchy = Hierarchy(store, own, places, memory, self._timeout, local)
 
     # ---------------------------------------------------------------- what torch asks for
 
@@ -253,6 +266,7 @@ class GroupBase(dist.ProcessGroup):
 
     def _message_by_engine(self, method: str, tensor: Tensor, other: int | None, tag: int) -> Work:
         """A message that has no way of ours."""
+        check_process(self._process)
         engine = engine_for(self, self._engines, tensor.device)
         rest = (tag,) if other is None else (other, tag)
         (given,), finish = for_gloo([[tensor]])

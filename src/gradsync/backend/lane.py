@@ -1,7 +1,11 @@
 """Operations that take several steps: in the order of their issue, on a thread of their own."""
 
+import atexit
+import os
 import queue
 import threading
+import time
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -21,9 +25,29 @@ from gradsync.errors import (
     FaultError,
     GradsyncError,
     PeerLostError,
+    StateError,
 )
 
 Call = Callable[[Any], dist.Work]  # of an engine
+LONGEST_GOODBYE = 1.0  # seconds
+_OPEN: "weakref.WeakSet[Lane]" = weakref.WeakSet()
+
+
+@atexit.register
+def _leave_all() -> None:
+    """A thread that comes back from gloo when the interpreter has gone ends the process."""
+    deadline = time.monotonic() + LONGEST_GOODBYE
+    for lane in list(_OPEN):
+        lane.leave(deadline)
+
+
+def check_process(owner: int) -> None:
+    """Raise in a child after a fork: it has the memory of a group, but none of its threads."""
+    if os.getpid() != owner:
+        raise StateError(
+            "This process was forked from a rank of the group, and is none itself: it cannot use "
+            "the group."
+        )
 
 
 class Task:
@@ -76,6 +100,7 @@ class Lane:
     def __init__(self, name: str, memory: SharedMemory, neighbours: Sequence[Member]) -> None:
         self.memory = memory
         self.neighbours = neighbours  # and ourselves
+        self._process = os.getpid()
         self.issued = self.ended = 0
         self.broken: Exception | None = None  # why nothing works any more
         self.stop: AbortedError | None = None
@@ -84,9 +109,11 @@ class Lane:
         self._is_closed = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
+        _OPEN.add(self)
 
     def start(self, prepare: Callable[[], Task]) -> Task:
         """Queue what ``prepare`` returns; it is called at once, by one thread after the other."""
+        check_process(self._process)
         with self._lock:
             self.issued += 1
             if self._is_closed:
@@ -173,6 +200,14 @@ class Lane:
             self.broken = problem
             self.memory.context.fail(ascii(problem))
             return problem
+
+    def leave(self, deadline: float) -> None:
+        """The interpreter ends: let what all ranks have begun come to its end, and then close."""
+        if self._process != os.getpid():
+            return
+        while self.ended < self.issued and self.stop is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        self.close()
 
     def abort(self) -> None:
         """Make what is under way fail."""

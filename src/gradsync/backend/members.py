@@ -24,6 +24,7 @@ LONGEST_MACHINE = 1024
 MAX_RANK = 2**31 - 1
 MAX_PID = 2**22  # of the kernel, whatever is set
 SLICE = timedelta(milliseconds=250)
+GRACE_SECONDS = 0.5
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.05  # seconds between two looks into the store
 
 
@@ -69,10 +70,13 @@ def machine() -> str:
     return "/".join([boot, *spaces, str(os.geteuid()), os.environ.get("GRADSYNC_MACHINE", "")])
 
 
-def exchange(store: Store, own: Member, size: int) -> list[Member]:
-    """Tell all ranks of a group who we are; who they are, by rank."""
+def exchange(store: Store, own: Member, size: int, watched: Sequence[Member] = ()) -> list[Member]:
+    """Tell all ranks of a group who we are; who they are, by rank.
+
+    ``watched`` are those of this machine that another group knows already.
+    """
     store.set(f"member/{own.rank}", json.dumps(asdict(own)))
-    messages = fetch(store, [f"member/{rank}" for rank in range(size)])
+    messages = fetch(store, [f"member/{rank}" for rank in range(size)], watched)
     return [parse(message, rank) for rank, message in enumerate(messages)]
 
 
@@ -93,7 +97,8 @@ def fetch(store: Store, keys: Sequence[str], watched: Sequence[Member] = ()) -> 
             raise DeadlineError(
                 f"A group could not be made in time ({timeout}): the store still has no "
                 f"{', '.join(missing)}. The number is that of a rank, which has not come, has "
-                "ended, or has made groups in another order."
+                "ended, or has made groups in another order.",
+                ranks=[int(key.rpartition("/")[2]) for key in missing],
             )
         time.sleep(min(max((now - began) / 8, SHORTEST_PAUSE), LONGEST_PAUSE))
     if store.has_extended_api():  # type: ignore[attr-defined]
@@ -106,6 +111,23 @@ def check_alive(watched: Sequence[Member], when: str = "while a group with it wa
     for member in watched:
         if not is_alive(member):
             raise loss_of(member, f"{member.label} has ended {when}.")
+
+
+def without_store(what: str, own: Member, error: Exception, local: Sequence[Member]) -> FaultError:
+    """What to raise if the store fails: as a rule it ends with the rank that holds it."""
+    give_up = time.monotonic() + GRACE_SECONDS
+    try:
+        while time.monotonic() < give_up:  # its connections end shortly before a process does
+            check_alive(local, f"while {what}")
+            time.sleep(0.01)
+    except PeerLostError as lost:
+        return lost
+    reason = (str(error).splitlines() or [repr(error)])[0]
+    return FaultError(
+        f"{own.label}: the store cannot be asked any more, while {what}: {reason}. The process "
+        "that holds it, which is rank 0 unless a launcher does, has ended or cannot be reached: "
+        "see its output."
+    )
 
 
 def loss_of(member: Member, text: str) -> PeerLostError:

@@ -21,12 +21,11 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from gradsync.backend.members import SLICE, Member, check_alive, is_alive
-from gradsync.backend.notices import Told, decode, encode, first_line
+from gradsync.backend.members import SLICE, Member, check_alive, is_alive, without_store
+from gradsync.backend.notices import Told, decode, encode
 from gradsync.errors import (
     AbortedError,
     DeadlineError,
-    FaultError,
     GradsyncError,
     PeerLostError,
     StateError,
@@ -48,6 +47,7 @@ class MonitoredBarrier:
 
     def __init__(self, store: Store, rank: int, size: int, members: Sequence[Member]) -> None:
         own = next(member for member in members if member.rank == rank)
+        self._own = own
         self._store = store
         self._rank = rank
         self._size = size
@@ -74,7 +74,8 @@ class MonitoredBarrier:
             except GradsyncError:
                 raise
             except RuntimeError as error:
-                raise self._without_store(error) from error
+                what = f"{self._name} waited for it"
+                raise without_store(what, self._own, error, self._local) from error
         if verdict != PASSED:
             raise self._told(decode(verdict))
 
@@ -176,18 +177,6 @@ class MonitoredBarrier:
             "but received errors while waiting for send/recv from rank 0. Please check rank 0 "
             f"logs for faulty rank.\nOriginal exception:\n{error}",
             ranks=error.ranks,
-        )
-
-    def _without_store(self, error: RuntimeError) -> FaultError:
-        give_up = time.monotonic() + GRACE
-        while time.monotonic() < give_up:  # its connections end shortly before a process does
-            check_alive(self._local, f"before it passed {self._name}")
-            time.sleep(0.01)
-        return FaultError(
-            f"{self._name} on rank {self._rank}: the store cannot be asked any more: "
-            f"{first_line(error)}. The "
-            "process that holds it, which is rank 0 unless a launcher does, has ended or cannot be "
-            "reached: see its output."
         )
 
     @property

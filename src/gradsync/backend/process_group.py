@@ -22,22 +22,23 @@ from torch._C._distributed_c10d import (
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
-    Store,
 )
 
-from gradsync.backend import _native, monitored_barrier
+from gradsync.backend import _native
 from gradsync.backend._native import ReduceOp
 from gradsync.backend.arguments import (
+    check_alike,
     check_exchange,
+    check_peer,
     check_pieces,
-    check_rank,
     check_whole,
+    known_op,
     only,
     reduce_op,
     split,
 )
 from gradsync.backend.dynamo import leave_alone
-from gradsync.backend.group_base import DEFAULT_TIMEOUT, GroupBase, Work
+from gradsync.backend.group_base import GroupBase, Work
 from gradsync.backend.places import each_to_fill, each_to_read, parts_to_fill, parts_to_read
 from gradsync.backend.shared_memory import (
     PersistentReduction,
@@ -91,12 +92,8 @@ class SharedMemoryGroup(GroupBase):
         """
         if self._memory is None or not self.shares_memory:
             raise StateError("The ranks of this group do not share memory.")
-        options = AllreduceOptions()
-        options.reduceOp = op
-        ours = reduce_op(options)
-        if ours is None:
-            raise ArgumentError(f"There is no {op} in shared memory.")
-        return PersistentReduction(self, self._memory.prepare_all_reduce(tensor, ours), tensor, op)
+        native = self._memory.prepare_all_reduce(tensor, known_op(op))
+        return PersistentReduction(self, native, tensor, op)
 
     def start_average(self, tensor: Tensor, *, average: bool) -> Reduction:
         """For our DDP: begin to average, or add up, a flat tensor of numbers in place.
@@ -330,6 +327,7 @@ class SharedMemoryGroup(GroupBase):
         started = self._memory.all_to_all(
             each_to_fill(output_tensors),
             each_to_read(input_tensors),
+            first.dtype,
             self._seconds(opts),
             later=opts.asyncOp,
         )
@@ -344,6 +342,7 @@ class SharedMemoryGroup(GroupBase):
         opts: AllToAllOptions | None = None,
     ) -> Work:
         opts = opts or AllToAllOptions()
+        check_alike(output, input)
         to_fill = split("output", output, output_split_sizes, self._size)
         to_read = split("input", input, input_split_sizes, self._size)
         if self._memory is None or not is_dense(output):
@@ -352,6 +351,7 @@ class SharedMemoryGroup(GroupBase):
         started = self._memory.all_to_all(
             parts_to_fill(output, to_fill),
             parts_to_read(input, to_read),
+            output.dtype,
             self._seconds(opts),
             later=opts.asyncOp,
         )
@@ -379,17 +379,17 @@ class SharedMemoryGroup(GroupBase):
 
     def send(self, tensors: Sequence[Tensor] | Tensor, dstRank: int, tag: int = 0) -> Work:
         tensor = only(tensors)
+        to = check_peer("receiver", dstRank, self._rank, self._size)
         if self._memory is None or not self._takes_message(tensor):
-            return self._message_by_engine("send", tensor, dstRank, tag)
-        to = check_rank("receiver", dstRank, self._size)
+            return self._message_by_engine("send", tensor, to, tag)
         started = self._memory.send(tensor, to, tag, self._seconds())
         return self._work("send", started, [tensor])
 
     def recv(self, tensors: Sequence[Tensor] | Tensor, srcRank: int, tag: int = 0) -> Work:
         tensor = only(tensors)
+        source = check_peer("sender", srcRank, self._rank, self._size)
         if self._memory is None or not self._takes_message(tensor):
-            return self._message_by_engine("recv", tensor, srcRank, tag)
-        source = check_rank("sender", srcRank, self._size)
+            return self._message_by_engine("recv", tensor, source, tag)
         started = self._memory.recv(tensor, source, tag, self._seconds())
         return self._work("recv", started, [tensor])
 
@@ -416,38 +416,3 @@ def _last(works: Sequence[Work]) -> Work:
         return last
     outputs = [tensor for work in works for tensor in work.result()]
     return SharedMemoryWork(All(works), outputs, None, None, last.notifier)
-
-
-def create(options: Any, _backend_options: object) -> SharedMemoryGroup:
-    """What torch calls for ``backend="gradsync"``."""
-    ranks = options.global_ranks_in_group
-    return SharedMemoryGroup(
-        options.store,
-        options.group_rank,
-        options.group_size,
-        options.timeout or DEFAULT_TIMEOUT,
-        ranks[options.group_rank] if ranks else None,
-    )
-
-
-def register() -> None:
-    """Make ``backend="gradsync"`` known to torch."""
-    if not hasattr(dist.Backend, "GRADSYNC"):
-        dist.Backend.register_backend("gradsync", create, extended_api=True, devices=["cpu"])
-        monitored_barrier.serve(SharedMemoryGroup)
-
-
-class GlooGroup(SharedMemoryGroup):
-    """What stands in for torch's ``ProcessGroupGloo``: made as that is, and under its name."""
-
-    def __init__(
-        self, store: Store, rank: int, size: int, timeout: timedelta = DEFAULT_TIMEOUT
-    ) -> None:
-        name = dist.get_rank() if dist.is_initialized() else None
-        super().__init__(store, rank, size, timeout, name)
-        if torch.cuda.is_available():
-            self._engines.gloo()  # it takes CUDA tensors too, also in messages between two ranks
-
-    def name(self) -> str:
-        """Of the backend."""
-        return "gloo"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -10,8 +11,8 @@ from torch._C._autograd import _profiler_enabled
 from torch._C._distributed_c10d import AllreduceOptions
 
 from gradsync.backend import _native
-from gradsync.backend._native import DType, Kind, ReduceOp
-from gradsync.backend.arguments import REDUCE_OPS
+from gradsync.backend._native import DType, Element, Kind, ReduceOp
+from gradsync.backend.arguments import REDUCE_OPS, check_flat
 from gradsync.backend.places import Places, address_of, in_place, one, plain, to_fill
 from gradsync.backend.work import All, Finish, Handle, translate
 from gradsync.errors import ArgumentError
@@ -27,6 +28,7 @@ DTYPES = {
     torch.float32: DType.FLOAT32,
     torch.float64: DType.FLOAT64,
 }
+NO_ELEMENT = Element()
 
 
 @dataclass(slots=True)
@@ -56,6 +58,21 @@ def together(parts: Sequence[Started]) -> Started:
     return Started(
         All([part.handle for part in parts]), [part.kept for part in parts], finish, later
     )
+
+
+@cache
+def named(dtype: torch.dtype) -> Element:
+    """What other ranks are told of elements that are moved as bytes.
+
+    Complex numbers are pairs, as torch's functions take them before they call us.
+    """
+    real = dtype.to_real()
+    return Element(str(real).removeprefix("torch."), real.itemsize)
+
+
+def element_of(dtype: torch.dtype) -> Element:
+    """The same for those that may have a native dtype of their own, which says it all."""
+    return NO_ELEMENT if dtype.to_real() in DTYPES else named(dtype)
 
 
 def can_reduce(tensor: Tensor, op: ReduceOp) -> bool:
@@ -91,8 +108,12 @@ def is_dense(tensor: Tensor) -> bool:
 
 def symmetric_empty(count: int, dtype: torch.dtype) -> Tensor:
     """A flat tensor that peers can map: they do so when they first meet it."""  # 1D
+    check_flat(count, dtype)
     size = max(count, 1)
-    memory = _native.Memory(size * dtype.itemsize)
+    try:
+        memory = _native.Memory(size * dtype.itemsize)
+    except Exception as error:
+        raise translate(error) from None
     return torch.frombuffer(memory, dtype=dtype, count=size)[:count]
 
 
@@ -221,7 +242,8 @@ class SharedMemory:
         """Reduce ``tensor`` in place over all ranks."""
         flat, finish = in_place(tensor)
         place = one(flat, finish)
-        return self._reduction(Kind.ALL_REDUCE, op, -1, place, place, flat, seconds, later)
+        element = element_of(tensor.dtype)
+        return self._reduction(Kind.ALL_REDUCE, op, -1, place, place, flat, element, seconds, later)
 
     def reduce(
         self, tensor: Tensor, op: ReduceOp, root: int, seconds: float, *, later: bool
@@ -229,15 +251,18 @@ class SharedMemory:
         """Reduce ``tensor`` in place on rank ``root``; the others' stay."""
         flat, finish = in_place(tensor)
         place = one(flat, finish if self.rank == root else None)
-        return self._reduction(Kind.REDUCE, op, root, place, place, flat, seconds, later)
+        element = element_of(tensor.dtype)
+        return self._reduction(Kind.REDUCE, op, root, place, place, flat, element, seconds, later)
 
     def reduce_scatter(
         self, output: Tensor, pieces: Places, op: ReduceOp, seconds: float, *, later: bool
     ) -> Started:
         """Reduce the pieces over all ranks; each rank gets the one that is its own."""
         flat, finish = to_fill(output)
-        target = one(flat, finish)
-        return self._reduction(Kind.REDUCE_SCATTER, op, -1, pieces, target, flat, seconds, later)
+        target, element = one(flat, finish), element_of(output.dtype)
+        return self._reduction(
+            Kind.REDUCE_SCATTER, op, -1, pieces, target, flat, element, seconds, later
+        )
 
     def _reduction(
         self,
@@ -247,11 +272,12 @@ class SharedMemory:
         sources: Places,
         target: Places,
         measure: Tensor,
+        element: Element,
         seconds: float,
         later: bool,
     ) -> Started:
         handle = self.context.collective(
-            kind, DTYPES[measure.dtype], op, root, measure.numel(),
+            kind, DTYPES[measure.dtype], op, root, measure.numel(), element,
             sources.addresses, target.addresses, (), (), seconds, later,
         )  # fmt: skip
         return Started(handle, (sources, target), target.finish, later)
@@ -262,35 +288,42 @@ class SharedMemory:
         """Overwrite ``tensor`` with that of rank ``root``."""
         flat, finish = in_place(tensor)
         place = one(flat, None if self.rank == root else finish)
-        return self._move(Kind.BROADCAST, root, place, place, flat, seconds, later)
+        return self._move(
+            Kind.BROADCAST, root, place, place, flat, element_of(tensor.dtype), seconds, later
+        )
 
     def all_gather(
         self, outputs: Places, tensor: Tensor, seconds: float, *, later: bool
     ) -> Started:
         """Collect every rank's ``tensor``."""
         source = plain(tensor)
-        return self._move(Kind.ALL_GATHER, -1, one(source), outputs, source, seconds, later)
+        element = element_of(source.dtype)
+        return self._move(
+            Kind.ALL_GATHER, -1, one(source), outputs, source, element, seconds, later
+        )
 
     def gather(
         self, outputs: Places, tensor: Tensor, root: int, seconds: float, *, later: bool
     ) -> Started:
         """Collect every rank's ``tensor`` on rank ``root``; the others have no outputs."""
         source = plain(tensor)
-        return self._move(Kind.GATHER, root, one(source), outputs, source, seconds, later)
+        element = element_of(source.dtype)
+        return self._move(Kind.GATHER, root, one(source), outputs, source, element, seconds, later)
 
     def scatter(
         self, output: Tensor, pieces: Places, root: int, seconds: float, *, later: bool
     ) -> Started:
         """Give every rank its piece of rank ``root``'s; the others have none."""
         flat, finish = to_fill(output)
-        return self._move(Kind.SCATTER, root, pieces, one(flat, finish), flat, seconds, later)
+        target, element = one(flat, finish), element_of(output.dtype)
+        return self._move(Kind.SCATTER, root, pieces, target, flat, element, seconds, later)
 
     def all_to_all(
-        self, outputs: Places, inputs: Places, seconds: float, *, later: bool
+        self, outputs: Places, inputs: Places, dtype: torch.dtype, seconds: float, *, later: bool
     ) -> Started:
         """Give rank r the r-th input, and get the own one of every rank."""
         handle = self.context.collective(
-            Kind.ALL_TO_ALL, DType.BYTES, ReduceOp.NONE, -1, 0,
+            Kind.ALL_TO_ALL, DType.BYTES, ReduceOp.NONE, -1, 0, named(dtype),
             inputs.addresses, outputs.addresses, inputs.sizes, outputs.sizes, seconds, later,
         )  # fmt: skip
         return Started(handle, (inputs, outputs), outputs.finish, later)
@@ -298,8 +331,9 @@ class SharedMemory:
     def barrier(self, seconds: float, *, later: bool) -> Started:
         """Wait until all ranks have come here."""
         handle = self.context.collective(
-            Kind.BARRIER, DType.BYTES, ReduceOp.NONE, -1, 0, (), (), (), (), seconds, later
-        )
+            Kind.BARRIER, DType.BYTES, ReduceOp.NONE, -1, 0, NO_ELEMENT,
+            (), (), (), (), seconds, later,
+        )  # fmt: skip
         return Started(handle, None, None, later)
 
     def agree(self, text: str, seconds: float, *, later: bool) -> Started:
@@ -313,6 +347,7 @@ class SharedMemory:
         sources: Places,
         targets: Places,
         measure: Tensor,
+        element: Element,
         seconds: float,
         later: bool,
     ) -> Started:
@@ -324,6 +359,7 @@ class SharedMemory:
             ReduceOp.NONE,
             root,
             measure.nbytes if dtype is None else measure.numel(),
+            element,
             sources.addresses,
             targets.addresses,
             (),
@@ -339,7 +375,7 @@ class SharedMemory:
         """Send ``tensor`` to rank ``to``."""
         source = plain(tensor)
         handle = self.context.message(
-            Kind.SEND, address_of(source), source.nbytes, to, tag, seconds
+            Kind.SEND, address_of(source), source.nbytes, named(source.dtype), to, tag, seconds
         )
         return Started(handle, source)
 
@@ -347,6 +383,6 @@ class SharedMemory:
         """Receive into ``tensor`` from rank ``source``, or ``ANY_SOURCE``."""
         target, finish = to_fill(tensor)
         handle = self.context.message(
-            Kind.RECV, address_of(target), target.nbytes, source, tag, seconds
+            Kind.RECV, address_of(target), target.nbytes, named(tensor.dtype), source, tag, seconds
         )
         return Started(handle, target, finish)

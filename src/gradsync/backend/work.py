@@ -25,6 +25,7 @@ from gradsync.errors import (
     DeadlineError,
     FaultError,
     PeerLostError,
+    StateError,
 )
 
 _FORGOTTEN: deque[object] = deque(maxlen=256)
@@ -333,8 +334,10 @@ def translate(error: Exception) -> Exception:
         return DeadlineError(text, ranks=error.missing)
     if isinstance(error, _native.AbortedError | _native.InterruptedError):
         return AbortedError(text)
-    if isinstance(error, _native.BrokenError):
+    if isinstance(error, _native.BrokenError | _native.InvalidError | _native.SystemError):
         return FaultError(text)
+    if isinstance(error, _native.StateError):
+        return StateError(text)
     if isinstance(error, _native.MismatchError):
         return CollectiveMismatchError(text)
     return error

@@ -75,7 +75,7 @@ def _replace_gloo(torch):
     if os.environ["DDP_CONFORM_BACKEND"] != "gradsync":
         return
     import gradsync
-    from gradsync.backend.process_group import GlooGroup
+    from gradsync.backend.registration import GlooGroup
 
     original = torch.nn.parallel.distributed.DistributedDataParallel
     gradsync.patch_torch(backend=True)
