@@ -178,6 +178,7 @@ void Collectives::exchange(Op& op) {
     tick_and_await(op);
     read(op, round, turn);
   }
+  if (op.announcement.kind == Kind::kAllReduce) counters_.copied.fetch_add(1, std::memory_order_relaxed);
 }
 
 // Where rank `from` puts what it gives to rank `to`, which is its own slot, or a part of that for each. The

@@ -45,10 +45,10 @@ std::shared_ptr<Op> make_agreement(const std::string& text, Deadline deadline);
 
 // What has been moved, and how.
 struct Counters {
-  std::atomic<std::uint64_t> symmetric{0};  // reductions in place
-  std::atomic<std::uint64_t> helped{0};     // pieces of theirs that were other ranks'
-  std::atomic<std::uint64_t> copied{0};     // through slots
-  std::atomic<std::uint64_t> copied_bytes{0};
+  std::atomic<std::uint64_t> symmetric{0};     // reductions in place
+  std::atomic<std::uint64_t> helped{0};        // pieces of theirs that were other ranks'
+  std::atomic<std::uint64_t> copied{0};        // reductions of all ranks through slots
+  std::atomic<std::uint64_t> copied_bytes{0};  // into slots, by any collective
 };
 
 class Collectives {

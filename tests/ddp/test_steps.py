@@ -381,3 +381,26 @@ def test_other_world_sizes_train_as_one_process(pool: WorkerPool, ranks: int) ->
         assert batch(0, rank).shape[0] == ROWS
 
     pool.run(run, ranks=ranks)
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+@pytest.mark.parametrize("backend", ["gloo", "gradsync"])
+def test_the_default_device_does_not_matter(
+    pool: WorkerPool, backend: str, options: dict[str, bool]
+) -> None:
+    def run(rank: int, world: int) -> None:
+        group = dist.new_group(backend=backend)
+        model = seeded(Normed)
+        inputs = [batch(index, rank) for index in range(4)]
+        with torch.device("meta"):
+            ddp = DDP(model, process_group=group, **options)
+            for x in inputs:
+                ddp.zero_grad()
+                loss_of(ddp(x)).backward()
+        for parameter in model.parameters():
+            others = [torch.empty_like(parameter) for _ in range(world)]
+            dist.all_gather(others, parameter.grad)
+            assert parameter.grad.abs().sum() > 0
+            assert all(torch.equal(other, parameter.grad) for other in others)
+
+    pool.run(run)

@@ -107,9 +107,11 @@ class SharedMemoryGroup(GroupBase):
         return reduction
 
     def counters(self) -> dict[str, int]:
-        """How many all-reduces ran in place (``symmetric``), how many with copies, of how much.
+        """How many all-reduces ran in place (``symmetric``), how many through slots (``copied``).
 
-        ``helped``: pieces of 32 KiB that this rank reduced in place of others, who were late.
+        In place are those above 32 KiB in symmetric memory. ``copied_bytes``: what this rank has
+        put into slots, for any collective. ``helped``: pieces of 32 KiB that this rank reduced in
+        place of others, who were late.
         """
         return {} if self._context is None else self._context.counters()
 
