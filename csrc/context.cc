@@ -38,7 +38,6 @@ Context::Context(Segment segment, int rank, std::vector<Peer> peers, std::uint64
 
 bool Context::is_owned_here() const { return own_pid() == owner_; }
 
-
 // ------------------------------------------------------------------------------- collectives
 
 void Context::issue(const std::shared_ptr<Op>& op, bool in_background) {
@@ -70,6 +69,7 @@ void Context::issue(const std::shared_ptr<Op>& op, bool in_background) {
 }
 
 void Context::wait(const std::shared_ptr<Op>& op, const Interrupted& interrupted) {
+  if (!is_owned_here() && !op->is_done) std::rethrow_exception(of_a_child());
   std::unique_lock<std::mutex> lock(mutex_);
   while (!op->is_done) {
     if (!is_running_) {
@@ -87,7 +87,7 @@ void Context::wait(const std::shared_ptr<Op>& op, const Interrupted& interrupted
 }
 
 bool Context::is_done(const std::shared_ptr<Op>& op) {
-  if (op->is_done) return true;
+  if (op->is_done || !is_owned_here()) return op->is_done;
   std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
   if (!lock || is_running_ || is_closing_) return op->is_done;
   finish_ready(0);
@@ -107,6 +107,7 @@ void Context::finish_ready(std::size_t rest) {
 }
 
 void Context::leave_to_background() {
+  if (!is_owned_here()) return;
   std::unique_lock<std::mutex> lock(mutex_);
   if (!queue_.empty()) start_worker();
 }
@@ -197,6 +198,7 @@ void Context::issue(const std::shared_ptr<Message>& message) {
 }
 
 void Context::wait(const std::shared_ptr<Message>& message, const Interrupted& interrupted) {
+  if (!is_owned_here() && !message->is_done) std::rethrow_exception(of_a_child());
   messages_.wait(message, interrupted);
   if (message->error != nullptr) std::rethrow_exception(message->error);
 }
@@ -205,6 +207,10 @@ void Context::wait(const std::shared_ptr<Message>& message, const Interrupted& i
 
 void Context::abort() {
   if (is_owned_here()) members_.abort();
+}
+
+void Context::fail(const std::string& reason, int blames) {
+  if (is_owned_here()) members_.fail(reason, blames);
 }
 
 void Context::close() {

@@ -60,6 +60,8 @@ class Context {
 
   // Makes everything pending fail, here and on the others.
   void abort();
+  // Lets nobody wait for this rank any more, and says why. `blames`: see Line.
+  void fail(const std::string& reason, int blames);
   // Leaves the group. What is still pending fails.
   void close();
 

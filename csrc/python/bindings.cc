@@ -320,7 +320,7 @@ PYBIND11_MODULE(_native, module) {
       .def("leave_to_background", &Context::leave_to_background)
       .def("close_descriptor", [](Context& self) { self.members().close_descriptor(); })
       .def("fail", [](Context& self, const std::string& reason, std::optional<int> blames) {
-        self.members().fail(reason, blames.value_or(kOutsider));
+        self.fail(reason, blames.value_or(kOutsider));
       }, py::arg("reason"), py::arg("blames") = std::nullopt)
       .def("positions", [](Context& self) { return self.members().positions(); })
       .def("states", [](Context& self) {

@@ -32,6 +32,27 @@ ENDS = {
     "gloo, under way": "work = dist.all_reduce(torch.ones(1000) > 0, async_op=True)",
     "gloo, a future": "done = dist.all_reduce(torch.ones(3) > 0, async_op=True).get_future()",
 }
+LATE = """
+if rank == 1:
+    time.sleep(2.5)  # longer than rank 0 waits when it ends
+try:
+    work = dist.all_reduce(torch.ones(1000), async_op=True)
+    if rank == 1:
+        work.wait()
+except gradsync.FaultError:
+    pass
+"""
+LAST = """
+import atexit
+@atexit.register
+def last():
+    import torch, torch.distributed as dist
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    dist.all_reduce(tensor > 0)
+    if not tensor.eq(2).all():
+        os._exit(3)
+"""
 WAITS = """
 if rank == 1:
     time.sleep(60)
@@ -57,6 +78,22 @@ def test_a_program_may_end_without_destroying_its_group(before: str, end: str) -
     for rank in start(before + JOIN + ENDS[end]):
         _, output = rank.communicate(timeout=100)
         assert rank.returncode == 0, output.decode()
+
+
+@pytest.mark.parametrize("before", ["", BETWEEN_MACHINES], ids=["one machine", "two machines"])
+def test_who_ends_before_the_others_have_come_ends_well(before: str) -> None:
+    first, second = start(before + JOIN + LATE)
+    for rank in (first, second):
+        _, output = rank.communicate(timeout=100)
+        assert rank.returncode == 0, output.decode()
+
+
+@pytest.mark.parametrize("before", ["", BETWEEN_MACHINES], ids=["one machine", "two machines"])
+def test_a_program_s_own_handlers_may_use_the_group_at_exit(before: str) -> None:
+    for rank in start(LAST + before + JOIN + ENDS["gloo, done"]):
+        _, output = rank.communicate(timeout=100)
+        assert rank.returncode == 0, output.decode()
+        assert b"Error" not in output, output.decode()
 
 
 def test_ctrl_c_in_a_collective_through_gloo_ends_the_program_as_ever(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 
 import pytest
 import torch
@@ -99,13 +100,22 @@ def test_a_forked_child_that_tidies_up_does_not_harm_its_parent(pool):
     run(pool, body)
 
 
-def test_a_forked_child_cannot_use_the_group(pool):
+@pytest.mark.parametrize("gloo", ["before", "after"])
+def test_a_forked_child_cannot_use_the_group(pool, gloo):
     def body(rank, world):
         group = dist.new_group(backend="gradsync")
         symmetric = group.symmetric_empty(LARGE, torch.float32)
         average = group.persistent_all_reduce(symmetric)
-        dist.all_reduce(torch.ones(3) > 0, group=group)  # through gloo, which is there now
+        if gloo == "before":
+            dist.all_reduce(torch.ones(3) > 0, group=group)
         tensor = torch.ones(3)
+        sent = dist.isend(tensor, 1 - rank, group=group, tag=7)
+        begun = [torch.ones(3), torch.ones(LARGE)]
+
+        def begin():
+            return [dist.all_reduce(each, group=group, async_op=True) for each in begun]
+
+        received = dist.irecv(torch.empty(3), 1 - rank, group=group, tag=8)
         calls = [
             lambda: dist.all_reduce(tensor, group=group),
             lambda: dist.all_reduce(tensor, group=group, async_op=True).wait(),
@@ -113,13 +123,28 @@ def test_a_forked_child_cannot_use_the_group(pool):
             lambda: dist.all_reduce(tensor > 0, group=group),
             lambda: dist.send(tensor, 1 - rank, group=group),
             average.run,
+            group.monitored_barrier,
+            received.wait,
         ]
+        works = begin() if rank == 0 else []  # which wait for rank 1
+        calls += [work.wait for work in works]
         child = os.fork()
         if child == 0:
             signal.alarm(20)
-            texts = [raised(call, gradsync.StateError) for call in calls]
-            os._exit(0 if all("forked" in text for text in texts) else 1)
+            try:
+                texts = [raised(call, gradsync.StateError) for call in calls]
+                os._exit(0 if all("forked" in text for text in texts) else 1)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(2)
+        dist.barrier()  # of another group: nothing of this one is done before both have forked
         assert os.waitpid(child, 0)[1] == 0
+        dist.recv(tensor, 1 - rank, group=group, tag=7)
+        dist.send(tensor, 1 - rank, group=group, tag=8)
+        for work in (sent, received, *(works or begin())):
+            work.wait()
+        assert all(tensor.eq(world).all() for tensor in begun)
+        dist.all_reduce(tensor > 0, group=group)
         still_works(rank, world, group)
         symmetric.fill_(rank)
         average.run()

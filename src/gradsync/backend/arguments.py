@@ -1,5 +1,6 @@
 """What a caller hands in: checked before anything is announced to the other ranks."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,7 +47,11 @@ def known_op(op: Any) -> ReduceOp:
 
 def check_flat(count: Any, dtype: Any) -> None:
     """There can be a flat tensor of that."""
-    if not isinstance(count, int) or count < 0 or not isinstance(dtype, torch.dtype):
+    try:
+        is_count = operator.index(count) >= 0
+    except TypeError:
+        is_count = False
+    if not is_count or not isinstance(dtype, torch.dtype):
         raise ArgumentError(
             f"Symmetric memory is for a number of elements, and a torch.dtype; got {count!r} and "
             f"{dtype!r}. It is flat: give it another shape by view()."

@@ -62,14 +62,15 @@ def piece_sizes(
 
 
 def describe(tensor: Tensor) -> str:
-    """How many of what."""
+    """How many of what. Complex numbers are pairs, as torch's functions take them."""
+    count = tensor.numel() * (2 if tensor.is_complex() else 1)
     layout = str(tensor.layout).removeprefix("torch.")
     kind = "" if layout == "strided" else f", {layout}"
-    return f"{tensor.numel()} x {_dtype(tensor)}{kind}"
+    return f"{count} x {_dtype(tensor)}{kind}"
 
 
 def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return str(tensor.dtype.to_real()).removeprefix("torch.")
 
 
 def tensors_in(arguments: Any) -> Iterator[Tensor]:

@@ -7,8 +7,10 @@ there when the first tensor of another device comes, and make the engine then. A
 at the same collective, as all ranks have to.
 """
 
+import ctypes
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -24,6 +26,16 @@ LONGEST_GOODBYE = 0.5  # seconds
 PERIOD_SECONDS = 0.1  # between two looks
 
 
+_ALL: "weakref.WeakSet[Engines]" = weakref.WeakSet()
+
+
+def keep_all() -> None:
+    """Let no engine end before the process does: gloo's end waits for what is under way."""
+    for engines in list(_ALL):
+        for engine in list(engines._made.values()):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
+
+
 class Engines:
     """Backends of torch's for one group, each made when it is first needed."""
 
@@ -34,6 +46,7 @@ class Engines:
         self._timeout = timeout
         self._made: dict[str, Any] = {}
         self._closed = False
+        _ALL.add(self)
 
     def gloo(self, look: Callable[[], None] | None = None) -> Any:
         """For tensors of the CPU, and wherever gloo was asked for.

@@ -76,7 +76,7 @@ class GroupBase(dist.ProcessGroup):
         self._local = [member for member in known if member.machine == own.machine]
         try:
             self._meet(own)
-        except (dist.DistNetworkError, dist.DistStoreError) as error:
+        except dist.DistNetworkError as error:
             what = "a group with it was made"
             raise without_store(what, own, error, self._local) from error
 
@@ -242,6 +242,7 @@ class GroupBase(dist.ProcessGroup):
 
     def _by_engine(self, method: str, *arguments: Any, opts: Any) -> Work:
         """A collective that has no way of ours. All ranks come here at the same one."""
+        check_process(self._process)
         outputs = list(tensors_in(arguments[:1]))
         given, finish = for_gloo(arguments)
         tensors = list(tensors_in(given))

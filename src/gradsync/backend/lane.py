@@ -8,6 +8,7 @@ import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import copy
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gradsync.backend._native import State
-from gradsync.backend.engines import Engines
+from gradsync.backend.engines import Engines, keep_all
 from gradsync.backend.flows import Clock, await_flow, is_of_network, lost
 from gradsync.backend.members import Member, is_alive
 from gradsync.backend.shared_memory import SharedMemory
@@ -35,10 +36,18 @@ _OPEN: "weakref.WeakSet[Lane]" = weakref.WeakSet()
 
 @atexit.register
 def _leave_all() -> None:
-    """A thread that comes back from gloo when the interpreter has gone ends the process."""
+    """A thread that comes back from gloo when the interpreter has gone ends the process.
+
+    So what all ranks have begun may come to its end, and what does not is ended. Who has nothing
+    to do is left alone: a program's own handlers may follow.
+    """
     deadline = time.monotonic() + LONGEST_GOODBYE
+    is_all_done = True
     for lane in list(_OPEN):
-        lane.leave(deadline)
+        with suppress(Exception):
+            is_all_done &= lane.comes_to_an_end(deadline)
+    if not is_all_done:
+        keep_all()
 
 
 def check_process(owner: int) -> None:
@@ -71,7 +80,7 @@ class Task:
             pass
         if self._error is not None:
             # Another one each time: what is raised keeps those who wait, and they keep us.
-            raise copy(self._error)
+            raise _another(self._error)
 
     def end(self, error: Exception | None) -> None:
         """Let those who wait go on; lets go of what it needed."""
@@ -84,6 +93,15 @@ class Task:
 
 def _nothing() -> None:
     pass
+
+
+def _another(error: Exception) -> Exception:
+    try:
+        made = copy(error)
+    except Exception:  # of a class that cannot be copied
+        return error
+    made.__cause__ = error.__cause__
+    return made
 
 
 class Refused(Exception):
@@ -201,13 +219,21 @@ class Lane:
             self.memory.context.fail(ascii(problem))
             return problem
 
-    def leave(self, deadline: float) -> None:
-        """The interpreter ends: let what all ranks have begun come to its end, and then close."""
-        if self._process != os.getpid():
-            return
+    def comes_to_an_end(self, deadline: float) -> bool:
+        """Wait until nothing is under way, but not for long: then it fails. Does it go well?"""
+        if self._process != os.getpid() or self.ended == self.issued:
+            return True
         while self.ended < self.issued and self.stop is None and time.monotonic() < deadline:
             time.sleep(0.005)
-        self.close()
+        if self.ended == self.issued:
+            return True
+        self.memory.context.abort()
+        with suppress(Exception):  # no thread can be started any more, to tell others
+            self.abort()
+        give_up = time.monotonic() + LONGEST_GOODBYE
+        while self.ended < self.issued and time.monotonic() < give_up:
+            time.sleep(0.005)
+        return False
 
     def abort(self) -> None:
         """Make what is under way fail."""

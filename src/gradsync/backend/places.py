@@ -120,6 +120,11 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().resolve_conj().resolve_neg()
 
 
+def to_read(tensor: Tensor) -> Tensor:
+    """The same, of real numbers."""
+    return _real(plain(tensor))
+
+
 def for_gloo(arguments: Sequence[Any]) -> tuple[list[Any], Finish | None]:
     """Arguments of a collective as gloo can use them, which goes by addresses alone.
 

@@ -39,6 +39,7 @@ from gradsync.backend.arguments import (
 )
 from gradsync.backend.dynamo import leave_alone
 from gradsync.backend.group_base import GroupBase, Work
+from gradsync.backend.lane import check_process
 from gradsync.backend.places import each_to_fill, each_to_read, parts_to_fill, parts_to_read
 from gradsync.backend.shared_memory import (
     PersistentReduction,
@@ -372,6 +373,7 @@ class SharedMemoryGroup(GroupBase):
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         """Wait for all ranks, and say which have not come, without breaking the group."""
+        check_process(self._process)
         if timeout is None or timeout < timedelta(0):  # torch's default is below
             timeout = self._timeout
         assert self._monitored_barrier is not None, "it is made with the group"

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import AllreduceOptions
 from gradsync.backend import _native
 from gradsync.backend._native import DType, Element, Kind, ReduceOp
 from gradsync.backend.arguments import REDUCE_OPS, check_flat
-from gradsync.backend.places import Places, address_of, in_place, one, plain, to_fill
+from gradsync.backend.places import Places, address_of, in_place, one, plain, to_fill, to_read
 from gradsync.backend.work import All, Finish, Handle, translate
 from gradsync.errors import ArgumentError
 
@@ -45,7 +45,10 @@ class Started:
         try:
             self.handle.wait()
         except Exception as error:
-            raise translate(error) from None
+            known = translate(error)
+            if known is error:
+                raise
+            raise known from None
         if self.finish is not None:
             self.finish()
 
@@ -296,7 +299,7 @@ class SharedMemory:
         self, outputs: Places, tensor: Tensor, seconds: float, *, later: bool
     ) -> Started:
         """Collect every rank's ``tensor``."""
-        source = plain(tensor)
+        source = to_read(tensor)
         element = element_of(source.dtype)
         return self._move(
             Kind.ALL_GATHER, -1, one(source), outputs, source, element, seconds, later
@@ -306,7 +309,7 @@ class SharedMemory:
         self, outputs: Places, tensor: Tensor, root: int, seconds: float, *, later: bool
     ) -> Started:
         """Collect every rank's ``tensor`` on rank ``root``; the others have no outputs."""
-        source = plain(tensor)
+        source = to_read(tensor)
         element = element_of(source.dtype)
         return self._move(Kind.GATHER, root, one(source), outputs, source, element, seconds, later)
 

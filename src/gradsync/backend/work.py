@@ -96,6 +96,8 @@ class SharedMemoryWork(dist.Work):
                 self.handle.wait()
         except Exception as error:
             self._error = translate(error)
+            if self._error is error:
+                raise
             raise self._error from None
         finally:
             self._is_over = True
