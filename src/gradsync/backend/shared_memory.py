@@ -15,7 +15,7 @@ from gradsync.backend._native import DType, Element, Kind, ReduceOp
 from gradsync.backend.arguments import REDUCE_OPS, check_flat
 from gradsync.backend.places import Places, address_of, in_place, one, plain, to_fill, to_read
 from gradsync.backend.work import All, Finish, Handle, translate
-from gradsync.errors import ArgumentError
+from gradsync.errors import ArgumentError, GradsyncError
 
 DTYPES = {
     torch.uint8: DType.UINT8,
@@ -44,11 +44,10 @@ class Started:
         """Wait for it, and see to the results."""
         try:
             self.handle.wait()
+        except GradsyncError:  # of what runs on a thread of ours: with its cause
+            raise
         except Exception as error:
-            known = translate(error)
-            if known is error:
-                raise
-            raise known from None
+            raise translate(error) from None
         if self.finish is not None:
             self.finish()
 
