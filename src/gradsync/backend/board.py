@@ -97,9 +97,14 @@ class Board:
         """Why the store cannot be asked, or nothing."""
         return self._trouble
 
-    def post(self, error: Told) -> None:
-        """Tell the other machines, unless somebody was first."""
-        self._ask(lambda store: _write(store, "notice", encode(error)), GRACE_SECONDS)
+    def post(self, error: Told) -> bool:
+        """Tell the other machines, unless somebody was first. Does the store have a reason now?"""
+
+        def write(store: Store) -> bool:
+            _write(store, "notice", encode(error))
+            return True
+
+        return self._ask(write, GRACE_SECONDS) is True
 
     def read(self, seconds: float = GRACE_SECONDS) -> Told | None:
         """What has been posted; waits for it for a while."""

@@ -175,11 +175,10 @@ class HierarchyBase(Lane):
         if isinstance(error, CollectiveMismatchError) and self._all_lead:
             return error  # all know, and nobody has begun: the group can be used on
         reason = self._reason(task, error)
-        if self.stop is None:
-            self._board.post(reason)
+        self.give_up(reason)  # at once: neighbours wait for us
+        if self.stop is None and self._board.post(reason):
             reason = self._board.read() or reason  # [Note: the first reason]
         self.broken = reason
-        self.give_up(reason)
         return reason
 
     def _reason(self, task: Task, error: Exception) -> Told:
@@ -244,7 +243,8 @@ class HierarchyBase(Lane):
             leader = self._places[absent[0]][0]
             how = "does not answer any more, and has closed its connection,"
             return lost(leader, task.name, reason, how=how)
-        told = self._board.read()  # who gave up knows more, and may be a little later to say so
+        # All answer: who gave up knows more, and may be a little later to say so.
+        told = self._board.read() if answers else None
         if told is not None:
             return told
         leaders = ", ".join(place[0].label for place in self._places)
