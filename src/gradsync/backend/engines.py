@@ -36,6 +36,11 @@ def keep_all() -> None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
 
 
+def is_gloo_used() -> bool:
+    """Has any engine been made that is still there?"""
+    return any("gloo" in engines._made for engines in _ALL)
+
+
 class Engines:
     """Backends of torch's for one group, each made when it is first needed."""
 

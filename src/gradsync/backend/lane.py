@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gradsync.backend._native import State
-from gradsync.backend.engines import Engines, keep_all
+from gradsync.backend.engines import Engines, is_gloo_used, keep_all
 from gradsync.backend.flows import Clock, await_flow, is_of_network, lost
 from gradsync.backend.members import Member, is_alive
 from gradsync.backend.shared_memory import SharedMemory
@@ -31,6 +31,7 @@ from gradsync.errors import (
 
 Call = Callable[[Any], dist.Work]  # of an engine
 LONGEST_GOODBYE = 1.0  # seconds
+PAUSE_SECONDS = 0.05  # for gloo's threads to let go of the last tensors, which are Python's
 _OPEN: "weakref.WeakSet[Lane]" = weakref.WeakSet()
 
 
@@ -48,6 +49,8 @@ def _leave_all() -> None:
             is_all_done &= lane.comes_to_an_end(deadline)
     if not is_all_done:
         keep_all()
+    if is_gloo_used():
+        time.sleep(PAUSE_SECONDS)
 
 
 def check_process(owner: int) -> None:
